@@ -1,0 +1,102 @@
+"""draft_loss: the frozen head, the training objective and its gradient in one pass over logits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dflash_ext.ops.draft_loss.naive import draft_loss_stats_naive
+
+__all__ = ["draft_loss", "draft_loss_stats"]
+
+
+def draft_loss_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    weight_sum: Tensor,
+    rows: Tensor,
+    n_rows: Tensor,
+    *,
+    teacher_hidden: Tensor | None = None,
+    teacher_index: Tensor | None = None,
+    ce_weight: float = 1.0,
+    kl_weight: float = 0.0,
+    kl: str = "forward",
+    cap_lambda: float = 0.0,
+    dpace_alpha: float | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk_rows: int = 2048,
+    valid_vocab: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """draft_loss, and what its pass over the logits saw: (loss, terms, rank, lse, used weights).
+
+    terms[A,K,4] are the unweighted (loss, ce, kl, cap) of each slot, rank[A,K] int64 the number of
+    ids that come before the label (0: it is the argmax; ties by lowest index), lse[A,K] the
+    log-sum-exp, and the used weights[A,K] those that multiplied the terms (D-PACE's if on). Slots
+    outside rows[:n_rows] have terms and lse 0 and rank valid_vocab. Only loss has a gradient.
+    """
+    if kl != "forward":
+        raise ValueError(f"draft_loss: kl must be 'forward', got {kl!r}")
+    if kl_weight != 0 and (teacher_hidden is None or teacher_index is None):
+        raise ValueError("draft_loss: kl_weight != 0 needs teacher_hidden and teacher_index")
+    return draft_loss_stats_naive(
+        hidden, weight, labels, weights, weight_sum, rows, n_rows,
+        teacher_hidden=teacher_hidden, teacher_index=teacher_index, ce_weight=ce_weight,
+        kl_weight=kl_weight, cap_lambda=cap_lambda, dpace_alpha=dpace_alpha, softcap=softcap,
+        logit_scale=logit_scale, chunk_rows=chunk_rows, valid_vocab=valid_vocab,
+    )  # fmt: skip
+
+
+def draft_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    weight_sum: Tensor,
+    rows: Tensor,
+    n_rows: Tensor,
+    *,
+    teacher_hidden: Tensor | None = None,
+    teacher_index: Tensor | None = None,
+    ce_weight: float = 1.0,
+    kl_weight: float = 0.0,
+    kl: str = "forward",
+    cap_lambda: float = 0.0,
+    dpace_alpha: float | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk_rows: int = 2048,
+    valid_vocab: int | None = None,
+    metrics: Tensor | None = None,
+    measured: bool = True,
+) -> Tensor:
+    """Loss[] = sum of w (ce_weight CE + kl_weight KL + cap_lambda CAP) / weight_sum.
+
+    hidden          [A, K, H]  drafter states after its final norm; the only input with a gradient
+    weight          [V, H]     frozen head of the target
+    labels          [A, K] i64; weights [A, K] (mask x decay, 0 = not supervised)
+    weight_sum      []         denominator of the whole optimizer step
+    rows, n_rows    [R], []    flat indices of the slots to project: rows[:n_rows]
+    teacher_hidden  [T, H]     target states after its final norm, with teacher_index [A, K] into T
+
+    KL is KL(p || q) with p the head's softmax of the teacher state; CAP is the entropy of the slots
+    whose argmax is the label; dpace_alpha replaces the weights by D-PACE's. With `metrics` (an
+    accumulator of `metric_add`) the slots' terms and ranks are added to it, or only the loss if not
+    `measured`; loss and gradient have the same bits either way.
+
+    Raises ValueError for an unknown kl or a KL without teacher.
+    """
+    loss, terms, rank, _, used = draft_loss_stats(
+        hidden, weight, labels, weights, weight_sum, rows, n_rows,
+        teacher_hidden=teacher_hidden, teacher_index=teacher_index, ce_weight=ce_weight,
+        kl_weight=kl_weight, kl=kl, cap_lambda=cap_lambda, dpace_alpha=dpace_alpha,
+        softcap=softcap, logit_scale=logit_scale, chunk_rows=chunk_rows, valid_vocab=valid_vocab,
+    )  # fmt: skip
+    if metrics is not None:
+        from dflash_ext.ops.metric_add import metric_add
+
+        seen = rank if measured else rank.new_empty(0, 0)
+        metric_add(metrics, seen, terms.float(), used.float())
+    return loss
