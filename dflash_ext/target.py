@@ -1,0 +1,346 @@
+"""The frozen target: loading, the facts a drafter needs, and hidden-state capture.
+
+Layer ids are 0-based decoder layers whose *output* is taken, so id `i` is Hugging Face's
+`hidden_states[i + 1]`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from dflash_ext.config import UserError
+from dflash_ext.target_source import quiet_transformers, resolve_target
+
+__all__ = [
+    "Target",
+    "TargetInfo",
+    "default_target_layer_ids",
+    "load_target",
+    "load_tokenizer",
+    "pick_mask_token_id",
+    "resolve_target",
+    "target_info",
+]
+
+# Embedding rows that published drafters of a family use as their mask token.
+FAMILY_MASK_TOKEN_ID = {"qwen3": 151669, "qwen3_5": 248070, "minimax": 200054}
+# Families whose embeddings are scaled by sqrt(hidden_size) without saying so in the config.
+SQRT_SCALED = ("gemma", "recurrent_gemma", "vaultgemma")
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """What a drafter must know of its target.
+
+    Input embedding of a token: `embed_scale * embed_weight[id]` (the scale rounded to the
+    weight's dtype). Logits of a final-normed hidden state h: `z = logit_scale * head_weight @ h`,
+    then `softcap * tanh(z / softcap)` unless softcap is None.
+    """
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    model_type: str = ""
+    tied: bool = False
+
+
+def target_info(hf_config: PretrainedConfig) -> TargetInfo:
+    """Read `TargetInfo` from a Hugging Face config; multimodal wrappers by their text part.
+
+    Raises UserError for encoder-decoder models.
+    """
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UserError(
+            f"model.target: found an encoder-decoder model ({hf_config.model_type}), "
+            "want a decoder-only causal LM"
+        )
+    text = hf_config.get_text_config(decoder=True)
+
+    def value(*names: str, default: float | None = None) -> float | None:
+        return next((v for n in names if (v := getattr(text, n, None)) is not None), default)
+
+    def need(*names: str) -> int:
+        found = value(*names)
+        if not isinstance(found, int):
+            raise UserError(f"model.target: {text.model_type} config: found no {names[0]}")
+        return found
+
+    heads = need("num_attention_heads")
+    hidden = need("hidden_size")
+    sqrt_scaled = text.model_type.startswith(SQRT_SCALED)
+    embed_scale = value("embedding_multiplier", default=hidden**0.5 if sqrt_scaled else 1.0)
+    logits_scaling = value("logits_scaling", default=1.0)  # Granite divides
+    logit_scale = value("logit_scale", "lm_head_multiplier", default=1.0)  # Cohere, Falcon-H1
+    assert embed_scale is not None and logits_scaling is not None and logit_scale is not None
+    softcap = value("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return TargetInfo(
+        hidden_size=hidden,
+        num_layers=need("num_hidden_layers"),
+        vocab_size=need("vocab_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=int(value("num_key_value_heads", default=heads) or heads),
+        head_dim=int(value("head_dim", default=hidden // heads) or hidden // heads),
+        intermediate_size=need("intermediate_size", "moe_intermediate_size", "ffn_dim"),
+        rms_norm_eps=float(value("rms_norm_eps", "layer_norm_eps", default=1e-6) or 1e-6),
+        rope_theta=_rope_theta(text),
+        max_position_embeddings=int(value("max_position_embeddings", default=0) or 0),
+        embed_scale=float(embed_scale),
+        logit_scale=float(logit_scale) / float(logits_scaling),
+        softcap=None if softcap is None else float(softcap),
+        eos_token_ids=_ids(text.eos_token_id),
+        bos_token_id=text.bos_token_id,
+        pad_token_id=text.pad_token_id,
+        model_type=text.model_type,
+        tied=bool(getattr(hf_config, "tie_word_embeddings", False)),
+    )
+
+
+def _rope_theta(config: PretrainedConfig) -> float:
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # one entry per layer type in e.g. Gemma 3
+    theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
+    return 10000.0 if theta is None else float(theta)
+
+
+def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The target's tokenizer. Raises UserError if there is none or it cannot be read."""
+    source = resolve_target(name, revision)
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except Exception as error:
+        raise _load_error(name, "tokenizer", error) from error
+
+
+def load_target(
+    name: str,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    revision: str | None = None,
+    attn_backend: str = "sdpa",
+    require_fast_gdn: bool | None = None,
+) -> Target:
+    """Load a frozen target in `dtype` onto `device`, from safetensors and built-in code only.
+
+    `dtype` is a torch dtype or its name. `require_fast_gdn`: refuse a target with gated-delta-net
+    layers when their fast kernels cannot be imported (None: on CUDA devices only).
+    Call from one thread at a time (transformers changes the default dtype while it loads).
+    Raises UserError for anything that is not a plain causal LM with a linear head.
+    """
+    source = resolve_target(name, revision)
+    device = torch.device(device)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except Exception as error:
+        raise _load_error(name, "config", error) from error
+    info = target_info(config)
+    if require_fast_gdn or (require_fast_gdn is None and device.type == "cuda"):
+        _check_fast_gdn(config)
+    try:
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(
+                source,
+                revision=revision,
+                dtype=dtype,
+                attn_implementation=attn_backend,
+                device_map=None if device.type == "cpu" else {"": device},
+                use_safetensors=True,
+                trust_remote_code=False,
+            )
+    except Exception as error:
+        raise _load_error(name, "model", error) from error
+    generation = getattr(model, "generation_config", None)
+    stops = dict.fromkeys(info.eos_token_ids + _ids(getattr(generation, "eos_token_id", None)))
+    target = Target(model, dataclasses.replace(info, eos_token_ids=tuple(stops)))
+    target.check_head()
+    return target
+
+
+def _load_error(name: str, what: str, error: Exception) -> UserError:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return UserError(f"model.target: cannot load the {what} of {name!r}: {lines[0]}")
+
+
+def _check_fast_gdn(config: PretrainedConfig) -> None:
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    if "linear_attention" not in layer_types:
+        return
+    for module, package in (("fla", "flash-linear-attention"), ("causal_conv1d", "causal-conv1d")):
+        if importlib.util.find_spec(module) is None:
+            raise UserError(
+                f"model.require_fast_gdn: the target has gated-delta-net layers but {package} is "
+                "missing; install the extra: pip install 'dflash_ext[gdn]', or set it to false"
+            )
+
+
+class _Stop(Exception):
+    """Ends a forward pass after the last layer that is wanted."""
+
+
+class Target:
+    """A frozen causal LM. One instance per thread: use `replica()` for more on one device."""
+
+    def __init__(self, model: PreTrainedModel, info: TargetInfo) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.decoder: nn.Module = model.get_decoder()
+        layers = getattr(self.decoder, "layers", None)
+        if not isinstance(layers, nn.ModuleList) or len(layers) != info.num_layers:
+            raise UserError(f"model.target: {info.model_type}: found no list of decoder layers")
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise UserError(f"model.target: {info.model_type}: found no linear head, want one")
+        if head.bias is not None:
+            raise UserError(f"model.target: {info.model_type}: found a head bias, want none")
+        self.layers = layers
+        self.embed_weight: Tensor = model.get_input_embeddings().weight
+        self.head_weight: Tensor = head.weight
+        tied = self.head_weight.data_ptr() == self.embed_weight.data_ptr()
+        if tied:
+            self.head_weight = self.embed_weight
+        self.info = dataclasses.replace(info, tied=tied, vocab_size=self.head_weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_weight.dtype
+
+    def replica(self) -> Target:
+        """A second target with modules (hence hooks) of its own over the same parameters."""
+        shared = {id(p): p for p in self.model.parameters()}
+        return Target(copy.deepcopy(self.model, shared), self.info)
+
+    @torch.no_grad()
+    def forward_capture(
+        self,
+        input_ids: Tensor,
+        layer_ids: Sequence[int],
+        on_layer: Callable[[int, Tensor], None],
+        need_last: bool,
+    ) -> Tensor | None:
+        """Run `input_ids [B, S]` and hand over the output of each layer in `layer_ids`.
+
+        Calls `on_layer(i, hidden [B, S, H])` with i the index into the ascending `layer_ids`, in
+        order, as soon as the layer is done; the values are Hugging Face's
+        `hidden_states[layer_ids[i] + 1]` (the last layer's therefore come final-normed). Returns
+        the final-normed hidden state [B, S, H] if `need_last`, else stops after the last captured
+        layer and returns None. Rows are padded on the right; causality makes a mask unnecessary.
+        """
+        final = self.info.num_layers - 1
+        wanted = {layer: index for index, layer in enumerate(layer_ids)}
+        stop_at = None if need_last or final in wanted else max(wanted, default=None)
+
+        def hook(layer: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor]], None]:
+            def run(module: nn.Module, args: object, output: Tensor | tuple[Tensor]) -> None:
+                on_layer(wanted[layer], output[0] if isinstance(output, tuple) else output)
+                if layer == stop_at:
+                    raise _Stop
+
+            return run
+
+        handles = [self.layers[i].register_forward_hook(hook(i)) for i in wanted if i != final]
+        try:
+            last = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        except _Stop:
+            return None
+        finally:
+            for handle in handles:
+                handle.remove()
+        if final in wanted:
+            on_layer(wanted[final], last)
+        return last if need_last else None
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Refuse a target whose logits are not softcap(logit_scale * head @ hidden)."""
+        ids = torch.arange(8, device=self.device)[None] % self.info.vocab_size
+        hidden = self.forward_capture(ids, [], lambda index, value: None, need_last=True)
+        assert hidden is not None
+        want = self.model(input_ids=ids, use_cache=False).logits.float()
+        logits = nn.functional.linear(hidden, self.head_weight).float() * self.info.logit_scale
+        if self.info.softcap is not None:
+            logits = self.info.softcap * torch.tanh(logits / self.info.softcap)
+        error = (logits - want).norm() / want.norm().clamp_min(1e-30)
+        # bf16 logits carry 8 bits; a missed scale or cap is far outside either limit.
+        limit = 1e-3 if self.dtype == torch.float32 else 3e-2
+        if not error <= limit:
+            raise UserError(
+                f"model.target: {self.info.model_type}: found an unknown logit transform (logits "
+                f"differ by {error:.1e}), want softcap(logit_scale * head @ hidden)"
+            )
+
+
+def default_target_layer_ids(num_layers: int, n: int) -> list[int]:
+    """z-lab's choice of `n` captured layers of a target of `num_layers` (build_target_layer_ids).
+
+    Raises UserError if the target is too shallow for n distinct layers.
+    """
+    if n == 1:
+        return [num_layers // 2]
+    span = num_layers - 4
+    ids = [round(1 + i * span / (n - 1)) for i in range(n)]
+    if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+        raise UserError(
+            f"model.target_layer_ids: the default for {n} drafter layers and a target of "
+            f"{num_layers} layers is {ids}, want ascending ids: set them"
+        )
+    return ids
+
+
+def pick_mask_token_id(
+    info: TargetInfo, tokenizer: PreTrainedTokenizerBase, template: str | None = None
+) -> int:
+    """The mask token of a drafter whose config names none.
+
+    The id known for the model family, else the first special token that is neither bos, eos, pad,
+    unk nor used by the chat template (`template`, default: the tokenizer's own). Raises UserError
+    if there is none.
+    """
+    for family, known in FAMILY_MASK_TOKEN_ID.items():
+        if info.model_type.startswith(family) and known < info.vocab_size:
+            return known
+    text = template if template is not None else str(tokenizer.chat_template or "")
+    taken = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    taken |= {tokenizer.unk_token_id, info.bos_token_id, info.pad_token_id, *info.eos_token_ids}
+    for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
+        free = token_id not in taken and token.content not in text
+        if token.special and free and token_id < info.vocab_size:
+            return token_id
+    raise UserError("drafter.mask_token_id: the tokenizer has no unused special token, want an id")
