@@ -121,13 +121,14 @@ def evaluate_plan(
 ) -> list[list[int]]:
     """Lengths per document (order of `plan.doc_ranges`) of an evaluation plan.
 
-    `hidden` [T, L*H]: the slot's captured hidden states. Each run of consecutive anchors is one
-    answer; it ends at its first stop token, else with the run. Blocks are always full ones: near
-    the end of a text without a stop token this is a server with a later length limit.
+    `hidden` [T, L*H] or [L, T, H]: the slot's captured hidden states. Each run of consecutive
+    anchors is one answer; it ends at its first stop token, else with the run. Blocks are always
+    full ones: near the end of a text without a stop token this is a server with a later limit.
     """
-    positions = torch.arange(hidden.shape[0]) - plan.doc_start.cpu()
+    doc_start = plan.doc_start.to(hidden.device)
+    positions = torch.arange(len(doc_start), device=hidden.device) - doc_start
     with torch.no_grad():
-        ctx_kv = model.context(hidden, positions.to(hidden.device))
+        ctx_kv = model.context(hidden, positions)
     anchors = _real_anchors(plan)
     labels = plan.labels[: len(anchors)].to(hidden.device)
     weights = plan.weights[: len(anchors)].to(hidden.device)
@@ -164,7 +165,7 @@ def _real_anchors(plan: BatchPlan) -> list[int]:
 
 
 def _runs(ascending: Sequence[int]) -> list[tuple[int, int]]:
-    """Maximal runs [first, end) of consecutive integers; `end` of anchors is the text's last token."""
+    """Maximal runs [first, end) of consecutive integers (of anchors: `end` is the last token)."""
     runs: list[tuple[int, int]] = []
     for value in ascending:
         if runs and runs[-1][1] == value:
@@ -180,16 +181,15 @@ def prompt_lookup_lengths(
     block_size: int,
     *,
     max_ngram: int = 3,
-    stop: int | None = None,
 ) -> list[int]:
     """The walk with a prompt-lookup (n-gram) drafter: the baseline that needs no training.
 
-    `ids` is prompt and answer; the answer's first token (index `prompt_len`) is the first anchor and
-    `stop` (default: the end) bounds it. The text so far is searched for its own last n tokens,
-    n = max_ngram .. 1; the earliest match of the longest n proposes the up to block_size - 1 tokens
-    that follow it (rule of Hugging Face's PromptLookupCandidateGenerator).
+    `ids` is prompt and answer; the answer's first token (index `prompt_len`) is the first anchor.
+    The text so far is searched for its own last n tokens, n = max_ngram .. 1; the earliest match of
+    the longest n proposes the up to block_size - 1 tokens that follow it (rule of Hugging Face's
+    PromptLookupCandidateGenerator).
     """
-    ids = list(ids[:stop])
+    ids = list(ids)
 
     def accepted_at(anchor: int) -> int:
         proposal = _lookup(ids[: anchor + 1], max_ngram, block_size - 1)

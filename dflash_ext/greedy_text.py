@@ -1,0 +1,88 @@
+"""The target's own greedy continuations, made once and kept in the cache folder.
+
+Acceptance is measured on the text that greedy decoding of this target gives, one prompt at a time,
+in the dtype of the evaluation: another batch size or dtype may round a near-tie the other way, and
+from there on it is another text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+@torch.inference_mode()
+def greedy_tokens(
+    model: nn.Module, prompt: Sequence[int], max_new_tokens: int, stop_token_ids: Collection[int]
+) -> Iterator[int]:
+    """Greedy decoding with a key/value cache, batch 1: yields at most `max_new_tokens` tokens.
+
+    `model` is a Hugging Face causal LM. Ends after the first stop token.
+    """
+    device = next(model.parameters()).device
+    input_ids = torch.tensor([list(prompt)], device=device)
+    cache = None
+    for _ in range(max_new_tokens):
+        out = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+        input_ids = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+        token = int(input_ids)
+        yield token
+        if token in stop_token_ids:
+            return
+
+
+@torch.inference_mode()
+def weights_fingerprint(model: nn.Module) -> str:
+    """Hash of a model's configuration and weights, independent of where they are stored.
+
+    Each weight enters as the wrapping integer sum of its bit patterns: exact, and the same on every
+    device and for every number of threads.
+    """
+    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for name, weight in sorted(model.state_dict().items()):
+        bits = weight.contiguous().view(words[weight.element_size()])
+        total = int(bits.sum(dtype=torch.int64))
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {total}\n".encode())
+    return digest.hexdigest()
+
+
+class GreedyTextCache:
+    """Greedy continuations of one target in one dtype on one kind of device, one file per prompt.
+
+    A stored text serves every limit up to its length (and any limit if it ended by itself), because
+    greedy decoding with a lower limit gives a prefix of the same text.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module, stop_token_ids: Collection[int]) -> None:
+        weight = next(model.parameters())
+        key = f"{weights_fingerprint(model)} {weight.dtype} {weight.device.type}"
+        self.folder = folder / "greedy" / hashlib.sha256(key.encode()).hexdigest()[:16]
+        self.model = model
+        self.stop_token_ids = sorted(set(stop_token_ids))
+
+    def path(self, prompt: Sequence[int]) -> Path:
+        key = json.dumps([list(prompt), self.stop_token_ids])
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+    def get(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        """The answer's tokens: the stored ones cut to the limit, else decoded and stored."""
+        path = self.path(prompt)
+        if path.exists():
+            stored = json.loads(path.read_text())["tokens"]
+            if len(stored) >= max_new_tokens or stored[-1] in self.stop_token_ids:
+                return stored[:max_new_tokens]
+        tokens = list(greedy_tokens(self.model, prompt, max_new_tokens, self.stop_token_ids))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
+        partial.write_text(json.dumps({"prompt": list(prompt), "tokens": tokens}))
+        partial.replace(path)
+        return tokens
