@@ -1,0 +1,72 @@
+"""Which positions of a batch become anchors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def valid_anchors(mask: np.ndarray, document: np.ndarray) -> np.ndarray:
+    """Packed indices a, ascending, where a and a + 1 are supervised and in the same document.
+
+    Args:
+        mask: [n], 1 = supervised.
+        document: [n], the number of each token's document, ascending.
+    """
+    both = (mask[:-1] != 0) & (mask[1:] != 0) & (document[:-1] == document[1:])
+    return np.flatnonzero(both)
+
+
+def anchor_quotas(supervised: np.ndarray, valid: np.ndarray, budget: int) -> np.ndarray:
+    """Share `budget` anchors among documents in proportion to their supervised tokens.
+
+    Largest remainder, ties to the earlier document. No document gets more than its valid
+    positions; what that leaves over goes to the others by the same rule. Integers throughout, so
+    the result is the same on every machine.
+
+    Args:
+        supervised: [documents] supervised tokens.
+        valid: [documents] valid anchors.
+        budget: anchors of the batch; their sum is min(budget, sum of valid).
+
+    Returns:
+        [documents] int64.
+    """
+    weight = np.where(valid > 0, supervised, 0).astype(np.int64)
+    quotas = np.zeros(len(weight), dtype=np.int64)
+    if budget >= valid.sum():
+        return valid.astype(np.int64)
+    open_ = weight > 0
+    left = budget
+    while True:
+        total = weight[open_].sum()
+        full = open_ & (left * weight >= valid * total)
+        if not full.any():
+            break
+        quotas[full] = valid[full]
+        left -= int(valid[full].sum())
+        open_ &= ~full
+    quotas[open_] = left * weight[open_] // total
+    remainder = np.where(open_, left * weight % total, -1)
+    extra = left - int(quotas[open_].sum())
+    quotas[np.argsort(-remainder, kind="stable")[:extra]] += 1
+    return quotas
+
+
+def sample_anchors(
+    mask: np.ndarray, document: np.ndarray, budget: int, generator: torch.Generator
+) -> np.ndarray:
+    """Draw at most `budget` valid anchors without replacement, by quota per document; ascending."""
+    valid = valid_anchors(mask, document)
+    documents = int(document[-1]) + 1
+    supervised = np.bincount(document[mask != 0], minlength=documents)
+    available = np.bincount(document[valid], minlength=documents)
+    quotas = anchor_quotas(supervised, available, budget)
+
+    # A random order of all candidates, then stably by document: each document's candidates in
+    # random order, of which it takes the first ones.
+    order = torch.randperm(len(valid), generator=generator).numpy()
+    order = order[np.argsort(document[valid][order], kind="stable")]
+    rank = np.arange(len(valid)) - np.repeat(np.cumsum(available) - available, available)
+    chosen = order[rank < np.repeat(quotas, available)]
+    return np.sort(valid[chosen])

@@ -1,0 +1,92 @@
+"""Which examples share a batch in which epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from bisect import bisect_right
+
+import numpy as np
+import torch
+
+_WINDOW_BATCHES = 16
+
+
+def seeded_generator(*key: int) -> torch.Generator:
+    """A CPU generator that depends on nothing but `key`."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
+    generator = torch.Generator()
+    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    return generator
+
+
+class EpochBatches:
+    """Groups examples of similar length into batches of at most `token_budget` tokens.
+
+    Within an epoch's random order, windows of about 16 batches are sorted by length and cut into
+    batches; examples that do not fill a window's last batch move on to the next window. The
+    batches are then shuffled. Batch ids run on over the epochs. Thread-safe.
+    """
+
+    def __init__(self, lengths: np.ndarray, token_budget: int, seed: int) -> None:
+        self._lengths = lengths.astype(np.int64)
+        self._token_budget = token_budget
+        self._seed = seed
+        per_window = _WINDOW_BATCHES * token_budget / max(1.0, float(lengths.mean()))
+        self._window = max(1, round(per_window))
+        self._lock = threading.Lock()
+        self._first_ids = [0]  # first batch id of each epoch grouped so far, and of the next
+        self._recent: dict[int, list[np.ndarray]] = {}
+
+    def locate(self, batch_id: int) -> tuple[int, np.ndarray]:
+        """The epoch of a batch and its examples' indices, in packing order."""
+        with self._lock:
+            while batch_id >= self._first_ids[-1]:
+                self._group(len(self._first_ids) - 1)
+            epoch = bisect_right(self._first_ids, batch_id) - 1
+            return epoch, self._group(epoch)[batch_id - self._first_ids[epoch]]
+
+    def first_id(self, epoch: int) -> int:
+        """The first batch id of an epoch, which is the number of batches of all epochs before."""
+        with self._lock:
+            while epoch >= len(self._first_ids):
+                self._group(len(self._first_ids) - 1)
+            return self._first_ids[epoch]
+
+    def _group(self, epoch: int) -> list[np.ndarray]:
+        if epoch not in self._recent:
+            batches = self.epoch(epoch)
+            if len(self._first_ids) == epoch + 1:
+                self._first_ids.append(self._first_ids[-1] + len(batches))
+            # Two, because an optimizer step may reach over the end of an epoch.
+            self._recent = {e: b for e, b in self._recent.items() if e == epoch - 1}
+            self._recent[epoch] = batches
+        return self._recent[epoch]
+
+    def epoch(self, epoch: int) -> list[np.ndarray]:
+        """All batches of an epoch, each an array of example indices; every index occurs once."""
+        generator = seeded_generator(self._seed, epoch)
+        order = torch.randperm(len(self._lengths), generator=generator).numpy()
+        batches: list[np.ndarray] = []
+        left_over = order[:0]
+        for start in range(0, len(order), self._window):
+            window = np.concatenate((left_over, order[start : start + self._window]))
+            window = window[np.argsort(self._lengths[window], kind="stable")]
+            groups = fill_batches(window, self._lengths, self._token_budget)
+            is_last = start + self._window >= len(order)
+            left_over = order[:0] if is_last else groups.pop()
+            batches += groups
+        shuffle = torch.randperm(len(batches), generator=generator).tolist()
+        return [batches[i] for i in shuffle]
+
+
+def fill_batches(order: np.ndarray, lengths: np.ndarray, token_budget: int) -> list[np.ndarray]:
+    """Cut `order` (example indices) into consecutive groups of at most `token_budget` tokens."""
+    ends = np.cumsum(lengths[order])
+    groups, start, used = [], 0, 0
+    while start < len(order):
+        stop = int(np.searchsorted(ends, used + token_budget, side="right"))
+        groups.append(order[start:stop])
+        start, used = stop, int(ends[stop - 1])
+    return groups
