@@ -1,0 +1,182 @@
+"""The training objective of a batch: from block tokens to a loss and gradients.
+
+Letters: A anchors, K slots, T packed tokens, L captured layers, H hidden, R projected rows.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_ext.config import TrainConfig
+from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
+from dflash_ext.layout import BlockLayout
+from dflash_ext.ops.draft_loss import draft_loss_stats
+from dflash_ext.ops.metric_add import metric_add
+
+if TYPE_CHECKING:
+    from dflash_ext.data.packing import BatchPlan
+
+ROW_ALIGN = 128
+
+
+class LossStats(NamedTuple):
+    """A loss with its gradient, and what the same pass over the logits saw of each slot."""
+
+    loss: Tensor  # []
+    terms: Tensor  # [A, K, 4]: loss, ce, kl, cap, unweighted
+    rank: Tensor  # [A, K] int64
+    weights: Tensor  # [A, K]: those that multiplied the terms
+
+
+class Objective:
+    """Loss = sum of w (ce_weight CE + kl_weight KL + cap_lambda CAP) / weight_sum.
+
+    weight_sum is that of the whole optimizer step, so the losses of its batches, of its drafters
+    and of groups of anchors add up to the step's loss.
+    """
+
+    def __init__(self, train: TrainConfig, layout: BlockLayout) -> None:
+        self.train = train
+        self.layout = layout
+
+    def __call__(
+        self,
+        model: DFlashDraftModel,
+        head: FrozenHead,
+        ctx_kv: ContextKV,
+        plan: "BatchPlan",
+        *,
+        last_hidden: Tensor | None = None,
+        acc: Tensor | None = None,
+        compute_metrics: bool = True,
+        group: slice | None = None,
+    ) -> Tensor:
+        """Loss [] of the plan's blocks, or of those in `group`.
+
+        With `acc`, the batch is added to the metric accumulator: all its values if
+        `compute_metrics`, else only its loss. Loss and gradient have the same bits either way.
+        """
+        if group is not None:
+            plan = plan_group(plan, *group.indices(plan.anchors.shape[0])[:2])
+        stats = self.stats(model, head, ctx_kv, plan, last_hidden)
+        if acc is not None:
+            add_metrics(acc, [stats], compute_metrics)
+        return stats.loss
+
+    def stats(
+        self,
+        model: DFlashDraftModel,
+        head: FrozenHead,
+        ctx_kv: ContextKV,
+        plan: "BatchPlan",
+        last_hidden: Tensor | None = None,
+    ) -> LossStats:
+        """Run the plan's blocks; `last_hidden` [T, H] is the teacher of the KL term."""
+        block_ids = self.layout.input_ids(plan.labels[:, 0], model.spec.mask_token_id)
+        hidden = model(head.embed(block_ids), ctx_kv, plan.ctx_start, plan.ctx_end)
+        train = self.train
+        loss, terms, rank, _, weights = draft_loss_stats(
+            hidden,
+            head.head_weight,
+            plan.labels,
+            plan.weights,
+            plan.weight_sum,
+            plan.rows,
+            plan.n_rows,
+            teacher_hidden=last_hidden if train.kl_weight else None,
+            teacher_index=plan.teacher_index if train.kl_weight else None,
+            ce_weight=train.ce_weight,
+            kl_weight=train.kl_weight,
+            kl=train.kl,
+            cap_lambda=train.cap_lambda,
+            dpace_alpha=train.dpace_alpha,
+            softcap=head.softcap,
+            logit_scale=head.logit_scale,
+            chunk_rows=train.loss_chunk_rows,
+            valid_vocab=head.valid_vocab,
+        )
+        return LossStats(loss, terms, rank, weights)
+
+
+def add_metrics(acc: Tensor, groups: list[LossStats], measured: bool) -> None:
+    """Count one batch, given in groups of anchors, in the metric accumulator."""
+    terms = torch.cat([g.terms for g in groups])
+    weights = torch.cat([g.weights for g in groups])
+    rank = torch.cat([g.rank for g in groups])
+    metric_add(acc, rank if measured else rank.new_empty(0, 0), terms.float(), weights.float())
+
+
+def plan_group(plan: "BatchPlan", start: int, stop: int) -> "BatchPlan":
+    """The plan with only anchors [start, stop): same context, same weight_sum, its own rows.
+
+    Shapes depend on the group's size alone, and nothing is read back from the device.
+    """
+    count, slots = stop - start, plan.labels.shape[1]
+    supervised = (plan.weights[start:stop] > 0).flatten()
+    per_anchor = min(slots, plan.rows.shape[0] // max(plan.anchors.shape[0], 1))
+    capacity = -(-count * per_anchor // ROW_ALIGN) * ROW_ALIGN
+    rows = torch.nonzero_static(supervised, size=capacity, fill_value=0)[:, 0]
+    return dataclasses.replace(
+        plan,
+        anchors=plan.anchors[start:stop],
+        ctx_start=plan.ctx_start[start:stop],
+        ctx_end=plan.ctx_end[start:stop],
+        labels=plan.labels[start:stop],
+        weights=plan.weights[start:stop],
+        teacher_index=plan.teacher_index[start:stop],
+        rows=rows,
+        n_rows=supervised.sum(),
+    )
+
+
+def train_batch(
+    model: DFlashDraftModel,
+    head: FrozenHead,
+    plan: "BatchPlan",
+    hidden: Tensor,
+    *,
+    objective: Objective,
+    last_hidden: Tensor | None = None,
+    acc: Tensor | None = None,
+    measured: bool = True,
+    group: int | None = None,
+) -> Tensor:
+    """Forward and backward of one batch; adds to the parameters' .grad, returns the loss [].
+
+    hidden: captured states [T, L*H] or [L, T, H]. With `group`, that many anchors are worked off
+    at a time and memory is bounded by one group; the context's keys and values are computed once,
+    their gradients added up over the groups, and the gradients are the same up to summation order.
+    """
+    positions = torch.arange(plan.doc_start.shape[0], device=plan.doc_start.device) - plan.doc_start
+    ctx_kv = model.context(hidden, positions)
+    total = plan.anchors.shape[0]
+    if group is None or group >= total:
+        stats = [objective.stats(model, head, ctx_kv, plan, last_hidden)]
+        stats[0].loss.backward()
+    else:
+        leaves = [(_leaf(k), _leaf(v)) for k, v in ctx_kv]
+        stats = []
+        for start in range(0, total, group):
+            part = plan_group(plan, start, min(start + group, total))
+            stats.append(objective.stats(model, head, leaves, part, last_hidden))
+            stats[-1].loss.backward()
+        _backward_context(ctx_kv, leaves)
+    if acc is not None:
+        add_metrics(acc, stats, measured)
+    return torch.stack([s.loss.detach() for s in stats]).sum()
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """A copy-free leaf that adds up the gradients of all groups, in fp32 at least."""
+    leaf = tensor.detach().requires_grad_()
+    if tensor.dtype != torch.float64:
+        leaf.grad_dtype = torch.float32
+    return leaf
+
+
+def _backward_context(ctx_kv: ContextKV, leaves: ContextKV) -> None:
+    outputs = [tensor for pair in ctx_kv for tensor in pair]
+    grads = [leaf.grad for pair in leaves for leaf in pair]
+    torch.autograd.backward(outputs, [g.to(t.dtype) for t, g in zip(outputs, grads, strict=True)])
