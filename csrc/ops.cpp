@@ -1,0 +1,76 @@
+// Schemas of every op, the Python module _C and the facts of this build.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include "metric_ring.h"
+
+TORCH_LIBRARY(dflash_ext, m) {
+  m.def(
+      "pack_hidden("
+      "Tensor[] layers, "
+      "Tensor src_index, "
+      "Tensor(a!) out, *, "
+      "Tensor n_rows, "
+      "Tensor(b!) high_water, "
+      "int first_layer=0"
+      ") -> ()");
+  m.def(
+      "lm_head_topk("
+      "Tensor hidden, "
+      "Tensor weight, "
+      "int k=8, "
+      "Tensor? labels=None, *, "
+      "int? valid_vocab=None, "
+      "float? softcap=None, "
+      "float logit_scale=1.0"
+      ") -> (Tensor values, Tensor indices, Tensor logsumexp, Tensor rank, Tensor label_logit)");
+  m.def("metric_add(Tensor(a!) acc, Tensor rank, Tensor terms, Tensor weights) -> ()");
+  m.def("metric_publish(Tensor(a!) acc, Tensor(b!) staging, Tensor(c!) step) -> ()");
+
+  // Drafter ops: draft_loss, block_attention.
+}
+
+namespace py = pybind11;
+
+namespace {
+
+void push(dflash::MetricRing& ring, const at::Tensor& record) {
+  TORCH_CHECK(record.device().is_cpu() && record.scalar_type() == at::kLong &&
+                  record.is_contiguous() && record.numel() == ring.words(),
+              "record: found ", record.toString(), record.sizes(), ", want contiguous int64[",
+              ring.words(), "] on cpu");
+  ring.push(record.const_data_ptr<int64_t>());
+}
+
+py::object pop(dflash::MetricRing& ring) {
+  std::vector<int64_t> record(ring.words());
+  bool found;
+  {
+    py::gil_scoped_release release;
+    found = ring.pop(record.data());
+  }
+  return found ? py::cast(record) : py::none();
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.attr("torch_version") = DFLASH_TORCH_VERSION;
+  m.attr("archs") = DFLASH_CUDA_ARCHS;
+#ifdef DFLASH_WITH_CUDA
+  m.attr("with_cuda") = true;
+#else
+  m.attr("with_cuda") = false;
+#endif
+
+  py::class_<dflash::MetricRing>(m, "MetricRing",
+                                 "Records of int64 words from one publisher to one reader thread, "
+                                 "without a lock: the publisher never waits, a reader that is "
+                                 "overrun counts what it missed.")
+      .def(py::init<int64_t, int64_t>(), py::arg("slots"), py::arg("words"))
+      .def("push", &push, py::arg("record"), py::call_guard<py::gil_scoped_release>(),
+           "Publishes int64[words]; one thread only.")
+      .def("pop", &pop, "The oldest record not read yet as a list, or None; one thread only.")
+      .def_property_readonly("dropped", &dflash::MetricRing::dropped,
+                             "Records overwritten before they were read, as far as pop saw.");
+}

@@ -1,0 +1,93 @@
+"""Builds dflash_ext._C: the CPU kernels always, the CUDA kernels where torch and a toolkit have CUDA.
+
+DFLASH_CUDA=0|1 overrides that choice, CUDA_HOME names the toolkit and TORCH_CUDA_ARCH_LIST the
+architectures. Whether a GPU is visible never decides what is built.
+"""
+
+import importlib.util
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import setup
+
+TORCH_REQUIREMENT = "torch>=2.11"
+
+
+def find_torch() -> bool:
+    """True if torch can be imported; pip's build isolation hides the target environment's."""
+    if importlib.util.find_spec("torch") is None:
+        sys.path.append(sysconfig.get_path("purelib"))
+        importlib.invalidate_caches()
+    return importlib.util.find_spec("torch") is not None
+
+
+def cuda_home(cuda_build: bool) -> str | None:
+    """The toolkit torch should use. It guesses from nvcc on PATH, which may be a wrapper."""
+    from torch.utils import cpp_extension
+
+    candidates = [os.environ.get("CUDA_HOME"), cpp_extension.CUDA_HOME, "/usr/local/cuda"]
+    for home in candidates if cuda_build else []:
+        if home and (Path(home) / "include" / "cuda_runtime.h").exists():
+            os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = home
+            return home
+    return None
+
+
+def use_cuda(cuda_version: str | None, home: str | None) -> bool:
+    wanted = os.environ.get("DFLASH_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"DFLASH_CUDA: found {wanted!r}, want 0 or 1")
+    found = cuda_version is not None and home is not None
+    if wanted == "1" and not found:
+        raise SystemExit(
+            f"DFLASH_CUDA=1 needs a CUDA build of torch and a toolkit: "
+            f"found torch.version.cuda={cuda_version}, CUDA_HOME={home}"
+        )
+    return found and wanted != "0"
+
+
+def extension():
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
+    home = cuda_home(torch.version.cuda is not None)
+    with_cuda = use_cuda(torch.version.cuda, home)
+    sources = sorted(map(str, [*Path("csrc").glob("*.cpp"), *Path("csrc/cpu").glob("*.cpp")]))
+    archs = ""
+    if with_cuda:
+        sources += sorted(map(str, Path("csrc/cuda").glob("*.cu")))
+        # wgmma and TMA need the "a" variant, and without a GPU torch has no list to fall back on.
+        archs = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0a")
+    facts = {
+        "DFLASH_TORCH_VERSION": f'"{torch.__version__}"',
+        "DFLASH_CUDA_ARCHS": f'"{archs}"',
+    }
+    if with_cuda:
+        facts["DFLASH_WITH_CUDA"] = "1"
+    print(
+        f"dflash_ext: torch {torch.__version__}, cuda {torch.version.cuda if with_cuda else 'off'}"
+        f", CUDA_HOME {home}, archs {archs or '-'}, {len(sources)} sources",
+        file=sys.stderr,
+    )
+    # -fopenmp only compiles at::parallel_for's threads in: libgomp itself is torch's own, so that
+    # torch.set_num_threads holds here too.
+    flags = {"cxx": ["-O3", "-fopenmp", "-Wall", "-Wno-unknown-pragmas"]}
+    if with_cuda:
+        flags["nvcc"] = ["-O3", "-lineinfo"]
+    build = CUDAExtension if with_cuda else CppExtension
+    module = build(
+        "dflash_ext._C",
+        sources,
+        include_dirs=[str(Path("csrc").resolve())],
+        define_macros=list(facts.items()),
+        extra_compile_args=flags,
+    )
+    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension}}
+
+
+if find_torch():
+    setup(**extension())
+else:
+    setup(setup_requires=[TORCH_REQUIREMENT])
