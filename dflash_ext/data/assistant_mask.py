@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -111,7 +111,7 @@ def _has_generation_tag(
 
 def _apply(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, **options: object
-):
+) -> Any:
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
     except Exception as error:  # a template is the user's program: it may raise anything

@@ -94,7 +94,7 @@ def load_examples(
     paths = [paths] if isinstance(paths, str) else list(paths)
     if not paths:
         raise UserError("data: found an empty list of files, want at least one JSONL file")
-    special_ids = np.asarray(tokenizer.all_special_ids, dtype=np.int32)
+    special_ids = _special_ids(tokenizer)
     report = DataReport()
     examples = []
     for place, row in _rows(paths):
@@ -123,6 +123,11 @@ def load_examples(
     return examples, report
 
 
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return np.asarray(sorted({*tokenizer.all_special_ids, *added}), dtype=np.int32)
+
+
 def has_loop(ids: np.ndarray, mask: np.ndarray, special_ids: np.ndarray) -> bool:
     """True if an answer (a run of supervised tokens) ends in an n-gram said four times, n <= 16.
 
@@ -130,7 +135,7 @@ def has_loop(ids: np.ndarray, mask: np.ndarray, special_ids: np.ndarray) -> bool
     the middle of a loop with an end-of-turn token too.
     """
     for start, end in runs(mask):
-        answer = ids[max(start, end - _LOOP_REPEATS * _LOOP_MAX_NGRAM - 8) : end]
+        answer = ids[start:end]
         plain = np.flatnonzero(~np.isin(answer, special_ids))
         if len(plain) and _ends_in_loop(answer[: plain[-1] + 1]):
             return True
@@ -223,7 +228,7 @@ def _encode_row(
         tokenizer,
         messages,
         place=place,
-        tools=row.get("tools") or None,
+        tools=_checked_tools(row.get("tools"), place),
         enable_thinking=cfg.enable_thinking,
         last_turn_only=cfg.last_turn_only,
     )
@@ -245,6 +250,14 @@ def _checked_messages(messages: object, place: str) -> list[Mapping[str, object]
                 "want a string or a list of parts"
             )
     return messages
+
+
+def _checked_tools(tools: object, place: str) -> list[Mapping[str, object]] | None:
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{place}: tools: found {_short(tools)}, want a list of objects")
+    return tools
 
 
 def _token_row(row: Mapping[str, object], place: str) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,8 @@ Names: T = data.token_budget, A anchors, K block size, R rows of the lm_head, W 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -68,10 +69,13 @@ class BatchPlan:
         """The same plan in page-locked memory."""
         return self._map(Tensor.pin_memory)
 
-    def _map(self, change) -> BatchPlan:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {k: change(v) for k, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **tensors)
+    def _map(self, change: Callable[[Tensor], Tensor]) -> BatchPlan:
+        plan = copy.copy(self)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                setattr(plan, field.name, change(value))
+        return plan
 
 
 class BatchPlanner:
@@ -86,7 +90,7 @@ class BatchPlanner:
         eval_examples: held-out examples.
 
     Raises:
-        UserError: an example is longer than data.token_budget.
+        UserError: there are no examples, or one is longer than data.token_budget.
     """
 
     def __init__(
@@ -98,6 +102,8 @@ class BatchPlanner:
         world: int,
         eval_examples: Sequence[Example] | None = None,
     ) -> None:
+        if not examples:
+            raise UserError("data.train: found no examples, want at least one")
         self._data = _Documents(examples, data_cfg.token_budget)
         self._eval_data = _Documents(eval_examples or [], data_cfg.token_budget)
         self._token_budget = data_cfg.token_budget
@@ -111,7 +117,6 @@ class BatchPlanner:
         self._predecessor_offsets = layout.predecessor_offsets().numpy()
         self._decay = layout.decay(train_cfg.gamma).numpy()
         self._loss_slots = layout.loss_slots().numpy().astype(np.float32)
-        self._eval_plans: list[BatchPlan] | None = None
 
     def batch(self, batch_id: int) -> BatchPlan:
         """The plan of one batch; its weight_sum counts this batch alone."""
@@ -131,8 +136,7 @@ class BatchPlanner:
         """
         first = step * self.batches_per_step
         plans = [self.batch(first + i) for i in range(self.batches_per_step)]
-        total = sum(plan.weight_sum.double() for plan in plans)
-        weight_sum = torch.as_tensor(total).float()
+        weight_sum = torch.tensor(sum(map(self._weight_sum, plans)), dtype=torch.float32)
         return [replace(plan, weight_sum=weight_sum) for plan in plans]
 
     def total_steps(self) -> int:
@@ -150,11 +154,14 @@ class BatchPlanner:
 
         A is the number of anchors, rounded up to a multiple of 8.
         """
-        if self._eval_plans is None:
-            order = np.argsort(self._eval_data.lengths, kind="stable")
-            groups = fill_batches(order, self._eval_data.lengths, self._token_budget)
-            self._eval_plans = [self._eval_plan(i, docs) for i, docs in enumerate(groups)]
-        return self._eval_plans
+        return list(self.iter_eval_plans())
+
+    def iter_eval_plans(self) -> Iterator[BatchPlan]:
+        """The plans of `eval_plans`, made one at a time: with every anchor they are large."""
+        lengths = self._eval_data.lengths
+        order = np.argsort(lengths, kind="stable")
+        for i, docs in enumerate(fill_batches(order, lengths, self._token_budget)):
+            yield self._eval_plan(i, docs)
 
     def padding_share(self) -> float:
         """Share of padding in the target's input [B, S], over epoch 0."""
@@ -196,8 +203,6 @@ class BatchPlanner:
         found = np.flatnonzero(weights > 0)
         num_rows = num_anchors * self._layout.num_proposals
         rows = _padded(found, -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE, 0)
-        uses_count = kind == "train" and self._train.dpace_alpha is not None
-        weight_sum = len(found) if uses_count else weights.sum(dtype=np.float64)
 
         doc_start = np.arange(budget)
         doc_start[:n] = packed.starts[packed.document]
@@ -206,7 +211,7 @@ class BatchPlanner:
         input_ids = np.zeros(len(packed.lengths) * width, dtype=np.int64)
         input_ids[cell] = packed.ids
         ends = packed.starts + packed.lengths
-        return BatchPlan(
+        plan = BatchPlan(
             batch_id=batch_id,
             epoch=epoch,
             kind=kind,
@@ -223,10 +228,17 @@ class BatchPlanner:
             rows=torch.from_numpy(rows),
             n_rows=torch.tensor(len(found)),
             teacher_index=torch.from_numpy(teacher_index),
-            weight_sum=torch.tensor(float(weight_sum)),
+            weight_sum=torch.zeros(()),
             doc_ids=packed.docs.tolist(),
             doc_ranges=list(zip(packed.starts.tolist(), ends.tolist(), strict=True)),
         )
+        plan.weight_sum = torch.tensor(self._weight_sum(plan), dtype=torch.float32)
+        return plan
+
+    def _weight_sum(self, plan: BatchPlan) -> float:
+        if plan.kind == "train" and self._train.dpace_alpha is not None:
+            return float(plan.n_rows)
+        return float(plan.weights.sum(dtype=torch.float64))
 
 
 @dataclass(slots=True)
@@ -311,7 +323,7 @@ class BatchPrefetcher:
         total = self._planner.total_steps()
         for step in range(start_step, total + 1):
             if step in eval_steps:
-                for plan in self._planner.eval_plans():
+                for plan in self._planner.iter_eval_plans():
                     yield ticket(plan, 0, step)
             if step < total:
                 for plan in self._planner.step_plans(step):
