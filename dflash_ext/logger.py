@@ -1,0 +1,272 @@
+"""What a run says: metrics.jsonl (the truth), the console, and W&B.
+
+``RunLogger`` is called by the monitor thread only, then closed. Training never waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from dflash_ext.config import Config, UserError, to_dict
+from dflash_ext.wandb_sink import WandbSink
+
+Row = Mapping[str, Any]
+PLAIN_EVERY_S = 10.0
+
+
+class RunLogger:
+    """Logs the rows of one run.
+
+    Args:
+        run_dir: gets ``metrics.jsonl``.
+        total_steps: length of the whole run, earlier parts included.
+        start_step: the step the run goes on from; later rows of an earlier part are cut off.
+
+    Raises:
+        UserError: ``log.wandb`` is on and cannot work (see ``WandbSink``).
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        run_dir: Path,
+        total_steps: int,
+        start_step: int = 0,
+        *,
+        console: Console | None = None,
+    ) -> None:
+        self._console = _Console(console or Console(), total_steps, start_step)
+        self._wandb: WandbSink | None = None
+        if cfg.log.wandb != "off":
+            self._wandb = WandbSink(
+                cfg.log.wandb,
+                cfg.log.wandb_project,
+                cfg.log.name,
+                run_dir,
+                to_dict(cfg),
+                self._console.note,
+            )
+        self._rows = MetricsFile(run_dir / "metrics.jsonl", start_step)
+
+    def log(self, step: int, row: Row) -> None:
+        """Writes a row; one more for the same step joins the first. Steps never go down.
+
+        Values are numbers; a non-finite one is written as null.
+        """
+        try:
+            self._rows.append(step, row)
+        except OSError as error:
+            self._console.note(f"metrics.jsonl: cannot write the row of step {step}: {error}")
+        if "eval_accept_len" in row:
+            self._console.note(f"step {step}: acceptance length {row['eval_accept_len']:.3f}")
+        if self._wandb is not None:
+            self._wandb.log(step, row)
+
+    def progress(self, step: int, row: Row) -> None:
+        """Shows how far the run is; writes nothing to files."""
+        self._console.progress(step, row)
+
+    def note(self, line: str) -> None:
+        """Prints a line for the user above the progress bar; any thread."""
+        self._console.note(line)
+
+    def close(self, summary: Row | None = None) -> None:
+        """Ends all outputs; W&B within its time-out. A second call does nothing."""
+        self._console.close()
+        self._rows.close()
+        if self._wandb is not None:
+            sink, self._wandb = self._wandb, None
+            sink.close(summary)
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object per step, steps unique and ascending, each flushed."""
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = read_metrics(path) if start_step > 0 and path.exists() else []
+        rows = [row for row in rows if row["step"] <= start_step]
+        temporary = path.with_suffix(".jsonl.tmp")
+        temporary.write_text("".join(_json_line(row) for row in rows))
+        temporary.replace(path)
+        self._file = path.open("r+b")
+        self._last = rows[-1] if rows else {"step": -1}
+        self._end = self._file.seek(0, os.SEEK_END)
+        self._start = self._end - len(_json_line(self._last).encode()) if rows else self._end
+
+    def append(self, step: int, row: Row) -> None:
+        if step < self._last["step"]:
+            raise ValueError(f"step {step} comes after step {self._last['step']}")
+        if step == self._last["step"]:
+            row = {**self._last, **row}
+        else:
+            self._start = self._end
+        self._last = {"step": step, **row}
+        self._file.seek(self._start)
+        self._file.truncate()
+        line = _json_line(self._last).encode()
+        self._file.write(line)
+        self._file.flush()
+        self._end = self._start + len(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, without a last line that a crash cut short.
+
+    Raises:
+        UserError: another line is not a row; names file and line.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+            row["step"] = int(row["step"])
+        except (ValueError, TypeError, KeyError):
+            raise UserError(
+                f"{path}:{number}: found {line.strip()[:60]!r}, want a JSON object with a step"
+            ) from None
+        rows.append(row)
+    return rows
+
+
+def write_summary(run_dir: Path, summary: Row) -> None:
+    """Writes ``run_dir/summary.json`` in one piece or not at all."""
+    temporary = run_dir / "summary.json.tmp"
+    with temporary.open("w") as file:
+        json.dump(_finite(summary), file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(run_dir / "summary.json")
+
+
+def print_summary(summary: Row, console: Console | None = None) -> None:
+    """Prints the end of a run for a reader: time, loss, acceptance, and what to do next.
+
+    Takes summary.json's keys and, if known, ``accept_len_prompt_lookup``, ``export`` (the folder)
+    and ``evaluate`` (the command).
+    """
+    console = console or Console()
+
+    def say(label: str, text: str) -> None:
+        console.print(f"{label:<18}{text}", markup=False, highlight=False, soft_wrap=True)
+
+    def known(*keys: str) -> bool:
+        return all(summary.get(key) is not None for key in keys)
+
+    console.print()
+    say("trained", f"{summary['steps']} steps in {duration(summary['seconds'])}")
+    if known("tokens", "tokens_per_s"):
+        say("tokens", f"{summary['tokens']:,} ({summary['tokens_per_s']:,.0f} per second)")
+    if known("loss_first", "loss_last"):
+        say("loss", f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f}")
+    if known("accept_len_before", "accept_len_after"):
+        before, after = summary["accept_len_before"], summary["accept_len_after"]
+        say(
+            "acceptance length",
+            f"{before:.2f} -> {after:.2f} tokens per target pass, on held-out text",
+        )
+    if known("accept_len_prompt_lookup"):
+        say("", f"{summary['accept_len_prompt_lookup']:.2f} with prompt lookup, no drafter at all")
+    if known("export"):
+        say("drafter", summary["export"])
+    if known("evaluate"):
+        say("evaluate it with", summary["evaluate"])
+
+
+def duration(seconds: float) -> str:
+    """14 s, 3:05 min or 1:02:03 h."""
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    if minutes == 0:
+        return f"{whole} s"
+    if minutes < 60:
+        return f"{minutes}:{rest:02d} min"
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d} h"
+
+
+def _json_line(row: Row) -> str:
+    return json.dumps(_finite(row)) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+class _Console:
+    """A progress bar on a terminal; else a line about every ``PLAIN_EVERY_S`` seconds."""
+
+    def __init__(self, console: Console, total_steps: int, start_step: int) -> None:
+        self._console, self._total = console, total_steps
+        self._origin: tuple[int, float] | None = None
+        self._last_line = -math.inf
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"),
+                console=console,
+                refresh_per_second=4,
+            )
+            self._task = self._bar.add_task("", total=total_steps, completed=start_step, text="")
+            self._bar.start()
+
+    def progress(self, step: int, row: Row) -> None:
+        now = time.monotonic()
+        text = "  ".join([*_describe(row), *self._left(step, now)])
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, text=text)
+        elif now - self._last_line >= PLAIN_EVERY_S or step == self._total:
+            self._last_line = now
+            self.note(f"step {step}/{self._total}  {text}")
+
+    def _left(self, step: int, now: float) -> list[str]:
+        """Time left at the pace since the first call: what comes before it is start-up."""
+        if self._origin is None:
+            self._origin = step, now
+        first_step, first_time = self._origin
+        if step <= first_step or step >= self._total:
+            return []
+        left = (now - first_time) / (step - first_step) * (self._total - step)
+        return [f"{duration(left)} left"]
+
+    def note(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _describe(row: Row) -> list[str]:
+    parts = []
+    if "loss" in row:
+        parts.append(f"loss {row['loss']:.3f}")
+    if "acc" in row:
+        parts.append(f"acc {row['acc']:.3f}")
+    if "tokens_per_s" in row:
+        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+    return parts
