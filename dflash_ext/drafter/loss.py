@@ -177,6 +177,11 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _backward_context(ctx_kv: ContextKV, leaves: ContextKV) -> None:
-    outputs = [tensor for pair in ctx_kv for tensor in pair]
-    grads = [leaf.grad for pair in leaves for leaf in pair]
-    torch.autograd.backward(outputs, [g.to(t.dtype) for t, g in zip(outputs, grads, strict=True)])
+    """Carry what the groups left in the leaves on through the context."""
+    outputs, grads = [], []
+    for pair, leaf_pair in zip(ctx_kv, leaves, strict=True):
+        for output, leaf in zip(pair, leaf_pair, strict=True):
+            assert leaf.grad is not None
+            outputs.append(output)
+            grads.append(leaf.grad.to(output.dtype))
+    torch.autograd.backward(outputs, grads)

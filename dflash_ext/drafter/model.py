@@ -7,7 +7,7 @@ tokens, L captured layers, H hidden, A anchors, K slots of a block, Hk key heads
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +93,8 @@ class DFlashDraftModel(nn.Module):
         """
         fused = self.hidden_norm(self._fuse(hidden))
         rope = self._rope(positions, fused.dtype)
-        return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]
+        layers = cast("list[DraftLayer]", self.layers)
+        return [layer.self_attn.keys_values(fused, rope) for layer in layers]
 
     def forward(
         self, block_embeds: Tensor, ctx_kv: ContextKV, ctx_start: Tensor, ctx_end: Tensor
