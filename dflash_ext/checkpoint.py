@@ -65,13 +65,18 @@ class CheckpointManager:
     # -- saving --------------------------------------------------------------------------------
 
     def save(
-        self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], score: float | None = None
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        meta: dict[str, Any],
+        score: float | None = None,
     ) -> None:
         """Write checkpoint ``step``, replacing one of the same step, then drop old ones.
 
-        With ``async_save`` the tensors are copied before this returns; the rest happens in a thread,
-        whose error is raised by the next ``save`` or ``close``. A save that fails for lack of space
-        or another operating-system error is only reported, up to ``MAX_FAILED_SAVES`` in a row.
+        With ``async_save`` the tensors are copied before this returns; the rest happens in a
+        thread, whose error is raised by the next ``save`` or ``close``. A save that fails for lack
+        of space or another operating-system error is only reported, up to ``MAX_FAILED_SAVES`` in
+        a row.
 
         Args:
             tensors: name -> tensor, any device; aliases of one storage are stored separately.
@@ -244,7 +249,9 @@ class CheckpointManager:
     def _load_exactly(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if step not in self.steps():
             known = ", ".join(map(str, self.steps()))
-            raise UserError(f"{self.folder}: found no checkpoint of step {step}, want one of {known}")
+            raise UserError(
+                f"{self.folder}: found no checkpoint of step {step}, want one of {known}"
+            )
         try:
             return self._read(step)
         except DamagedError as error:
@@ -287,7 +294,11 @@ def _host_tensors(tensors: dict[str, Tensor], copy: bool) -> dict[str, Tensor]:
         value = tensor.detach().to("cpu").contiguous()
         storage = value.untyped_storage().data_ptr()
         own = storage != tensor.untyped_storage().data_ptr()
-        if (copy and not own) or storage in storages or value.nbytes != len(value.untyped_storage()):
+        if (
+            (copy and not own)
+            or storage in storages
+            or value.nbytes != len(value.untyped_storage())
+        ):
             value = value.clone(memory_format=torch.contiguous_format)
             storage = value.untyped_storage().data_ptr()
         storages.add(storage)

@@ -21,9 +21,9 @@ EPS = 1e-8
 def lr_at(step: int, total_steps: int, cfg: TrainConfig) -> float:
     """Learning rate of optimizer step ``step`` (0-based) out of ``total_steps``.
 
-    Linear warm-up over ``warmup_ratio`` of the steps, lr * (step + 1) / warm-up, so that no step has
-    a rate of 0; then ``cosine`` (half a period) or ``linear`` down towards 0, or ``constant``. A step
-    that was skipped for a non-finite gradient still counts: the schedule follows the data.
+    Linear warm-up over ``warmup_ratio`` of the steps, lr * (step + 1) / warm-up, so that no step
+    has a rate of 0; then ``cosine`` (half a period) or ``linear`` down towards 0, or ``constant``.
+    A step skipped for a non-finite gradient still counts: the schedule follows the data.
     """
     warmup = int(cfg.warmup_ratio * total_steps)
     if step < warmup:

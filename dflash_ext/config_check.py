@@ -1,0 +1,126 @@
+"""What can be checked of a configuration before the target and the data are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dflash_ext.config_values import UserError, shown
+
+if TYPE_CHECKING:
+    from dflash_ext.config import Config, DrafterConfig
+
+MAX_BLOCK_SIZE = 32  # what block_attention and the per-slot metric words are laid out for
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def validate(cfg: Config) -> None:
+    """Check ranges, combinations, devices and optional packages.
+
+    Raises:
+        UserError: the first field that cannot work.
+    """
+    _check_fields(cfg)
+    _check_drafter(cfg.drafter)
+    if cfg.model.target_layer_ids is not None:
+        check_layer_ids(cfg.model.target_layer_ids, None)
+    _check_devices("topology.targets", cfg.topology.targets)
+    _check_devices("topology.drafters", cfg.topology.drafters)
+    train = cfg.train
+    if train.cuda_graph and "cpu" in cfg.topology.drafters:
+        raise UserError("train.cuda_graph: found true with a drafter on cpu, want false")
+    if train.ce_weight == train.kl_weight == train.cap_lambda == 0:
+        raise UserError(
+            "train.ce_weight: found 0, as are kl_weight and cap_lambda, want at least one above 0"
+        )
+    if cfg.log.wandb != "off" and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"log.wandb: found {cfg.log.wandb} without the package wandb, "
+            "want off, or: pip install 'dflash-ext[wandb]'"
+        )
+
+
+def _check_fields(cfg: Config) -> None:
+    """What the fields themselves say: ``required``, ``at_least``, ``above``, ``at_most``."""
+    for section in dataclasses.fields(cfg):
+        values = getattr(cfg, section.name)
+        for field in dataclasses.fields(values):
+            key, limits = f"{section.name}.{field.name}", field.metadata
+            value = getattr(values, field.name)
+            if "required" in limits and not value:
+                raise UserError(f"{key}: found nothing, want {limits['required']}")
+            low = limits.get("at_least", limits.get("above"))
+            if low is not None and value is not None:
+                _check_number(key, value, low, "above" in limits, limits.get("at_most"))
+
+
+def _check_number(key: str, value: float, low: float, exclusive: bool, high: float | None) -> None:
+    inside = value > low if exclusive else value >= low
+    if math.isfinite(value) and inside and (high is None or value <= high):
+        return
+    want = f"more than {low}" if exclusive else f"at least {low}"
+    raise UserError(
+        f"{key}: found {value}, want {want}" + (f" and at most {high}" if high is not None else "")
+    )
+
+
+def _check_drafter(drafter: DrafterConfig) -> None:
+    heads, groups = drafter.num_attention_heads, drafter.num_key_value_heads
+    if heads is not None and groups is not None and heads % groups:
+        raise UserError(
+            f"drafter.num_attention_heads: found {heads}, want a multiple of the "
+            f"{groups} key/value heads"
+        )
+    types = drafter.layer_types
+    if types is not None and len(types) != drafter.num_layers:
+        raise UserError(
+            f"drafter.layer_types: found {len(types)} entries, want one for each of the "
+            f"{drafter.num_layers} layers"
+        )
+    unknown = [kind for kind in types or () if kind not in LAYER_TYPES]
+    if unknown:
+        raise UserError(f"drafter.layer_types: found {unknown[0]}, want {' or '.join(LAYER_TYPES)}")
+    sliding, window = "sliding_attention" in (types or ()), drafter.sliding_window
+    if sliding and window is None:
+        raise UserError(
+            "drafter.sliding_window: found null, want a size (layer_types has sliding_attention)"
+        )
+    if not sliding and window is not None:
+        raise UserError(
+            f"drafter.sliding_window: found {window}, want null "
+            "(layer_types has no sliding_attention)"
+        )
+
+
+def check_layer_ids(ids: Sequence[int], num_layers: int | None) -> None:
+    """Refuse ids that are none, not ascending, or outside [0, num_layers).
+
+    Args:
+        ids: 0-based decoder layers whose outputs are captured.
+        num_layers: decoder layers of the target; None = not known yet.
+
+    Raises:
+        UserError: naming model.target_layer_ids.
+    """
+    limit = math.inf if num_layers is None else num_layers
+    ascending = all(a < b for a, b in zip(ids, ids[1:], strict=False))
+    if not ids or not ascending or ids[0] < 0 or ids[-1] >= limit:
+        top = "" if num_layers is None else f" to {num_layers - 1}"
+        raise UserError(
+            f"model.target_layer_ids: found {shown(list(ids))}, "
+            f"want ascending layer numbers from 0{top}"
+        )
+
+
+def _check_devices(key: str, devices: list[str]) -> None:
+    if all(device == "cpu" for device in devices):
+        return
+    import torch  # only to count devices
+
+    known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    for device in devices:
+        if device not in known:
+            raise UserError(f"{key}: found {device}, want one of {', '.join(known)}")

@@ -1,0 +1,127 @@
+"""The train command's line, on top of the configuration's dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jsonargparse
+
+from dflash_ext.config import (
+    SECTIONS,
+    TYPES,
+    Config,
+    Flags,
+    convert,
+    from_dict,
+    load_config,
+    to_yaml,
+    unknown_field,
+    validate,
+)
+from dflash_ext.config_values import UserError, shown, type_name
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_CONFIG = "configs/smollm2_cpu.yaml"
+
+
+def parse(argv: Sequence[str]) -> tuple[Config, Flags]:
+    """See ``config.parse_config``."""
+    files, rest = _split_config_files(argv)
+    paths = [_find(name) for name in files or [DEFAULT_CONFIG]]
+    for path in paths:
+        load_config(path)  # refuses unknown names and wrong types, naming the file
+    _check_flags(rest)
+    config_args = [f"--config={path}" for path in paths]
+    try:
+        parsed = _parser().parse_args([*config_args, *rest])
+    except jsonargparse.ArgumentError as error:
+        raise UserError(f"command line: {error}") from None
+    cfg = from_dict({name: vars(getattr(parsed, name)) for name in SECTIONS}, "command line")
+    cfg.data.train = [str(_find(name)) for name in cfg.data.train]
+    cfg.data.eval = [str(_find(name)) for name in cfg.data.eval]
+    validate(cfg)
+    if parsed.print_config:
+        print(to_yaml(cfg), end="")
+        raise SystemExit(0)
+    return cfg, Flags(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(Flags)})
+
+
+def _find(name: str) -> Path:
+    """A file relative to the working directory, else to the project or its configs folder."""
+    candidates = [Path(name), PROJECT_ROOT / name, PROJECT_ROOT / "configs" / name]
+    return next((path for path in candidates if path.exists()), candidates[0])
+
+
+def _split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(values of --config, everything else): later arguments win, so files must come first."""
+    files, rest, args = [], [], iter(argv)
+    for arg in args:
+        if arg == "--config":
+            files.append(next(args, ""))
+        elif arg.startswith("--config="):
+            files.append(arg.removeprefix("--config="))
+        else:
+            rest.append(arg)
+    if "" in files:
+        raise UserError("--config: found no value, want a YAML file")
+    return files, rest
+
+
+def _check_flags(args: Sequence[str]) -> None:
+    """Refuse unknown flags, stray words and missing values, one line each."""
+    switches = ("help", "print_config", *(f.name for f in dataclasses.fields(Flags)))
+    words = iter(args)
+    for word in words:
+        name, equals, _ = word.removeprefix("--").partition("=")
+        if not word.startswith("--") and word != "-h":
+            raise UserError(f"command line: found {shown(word)}, want --section.field value")
+        if name in TYPES:
+            if not equals and next(words, "--").startswith("--"):
+                raise UserError(f"{name}: found no value, want {type_name(TYPES[name])}")
+        elif name not in switches and word != "-h":
+            raise unknown_field(name, "command line", switches)
+
+
+class _FieldType:
+    """Converter of one field's values; its repr is the type that ``--help`` shows."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, value: object) -> object:
+        return convert(self.key, value)
+
+    def __repr__(self) -> str:
+        return type_name(TYPES[self.key])
+
+
+def _parser() -> jsonargparse.ArgumentParser:
+    parser = jsonargparse.ArgumentParser(
+        prog="python -m dflash_ext.train",
+        usage="%(prog)s [--config FILE] [--section.field value ...] [--resume] [--plan] ...",
+        description="Train a DFlash drafter for a frozen target model.",
+        exit_on_error=False,
+        print_config=None,
+    )
+    parser.add_argument(
+        "--config", action="config", metavar="FILE", help=f"YAML file (default: {DEFAULT_CONFIG})"
+    )
+    parser.add_argument(
+        "--print_config", action="store_true", help="print the whole configuration, then stop"
+    )
+    for switch in dataclasses.fields(Flags):
+        parser.add_argument(f"--{switch.name}", action="store_true", help=switch.metadata["doc"])
+    for name, section in SECTIONS.items():
+        group = parser.add_argument_group(name, section.__doc__)
+        for item in dataclasses.fields(section):
+            key = f"{name}.{item.name}"
+            group.add_argument(
+                f"--{key}",
+                type=_FieldType(key),
+                default=getattr(section(), item.name),
+                metavar="V",
+                help=item.metadata["doc"],
+            )
+    return parser

@@ -1,0 +1,95 @@
+"""Values of configuration fields: from YAML or command-line text to the field's type."""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+
+class UserError(Exception):
+    """Bad configuration or input. The message is one line: ``place: found X, want Y``."""
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def type_name(hint: Any) -> str:
+    """How a type is named to a user: ``integer or null``, ``list of strings``, ``auto or ids``."""
+    if get_origin(hint) is Literal:
+        return " or ".join(get_args(hint))
+    if get_origin(hint) is list:
+        return f"list of {type_name(get_args(hint)[0])}s"
+    if get_args(hint):
+        return " or ".join(type_name(arg) for arg in get_args(hint))
+    names = {int: "integer", float: "number", bool: "true or false", str: "string"}
+    return names.get(hint, "null")
+
+
+def from_text(value: object) -> object:
+    """Command-line text as YAML reads it; other values, and text that is no YAML, as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
+
+
+def coerce(hint: Any, value: object) -> object:
+    """``value`` as type ``hint``; ValueError if it is not one.
+
+    Text is accepted for every type, as that is what a command line holds.
+    """
+    if get_origin(hint) is Literal:
+        # YAML 1.1 reads an unquoted `off` as false.
+        choice = "off" if value is False else value
+        if choice in get_args(hint):
+            return choice
+        raise ValueError
+    if get_origin(hint) is list:
+        return _coerce_list(get_args(hint)[0], value)
+    if NoneType in get_args(hint):
+        inner = next(arg for arg in get_args(hint) if arg is not NoneType)
+        return None if value is None or value == "null" else coerce(inner, value)
+    if hint is str:
+        if isinstance(value, str):
+            return value
+        raise ValueError
+    return _coerce_number(hint, value)
+
+
+def _coerce_number(hint: type, value: object) -> object:
+    parsed = from_text(value)
+    if hint is float and type(parsed) in (int, float, str):
+        return float(parsed)  # type: ignore[arg-type]  # text: YAML 1.1 reads 1e-3 as such
+    if type(parsed) is hint:  # not isinstance: true is no integer
+        return parsed
+    raise ValueError
+
+
+def _coerce_list(item: Any, value: object) -> list[object]:
+    """A list; a single value is a list of one, and so is text that is not a YAML list."""
+    parsed = from_text(value) if isinstance(value, str) and value.startswith("[") else value
+    if parsed is None or isinstance(parsed, dict):
+        raise ValueError
+    return [coerce(item, v) for v in (parsed if isinstance(parsed, list) else [parsed])]
+
+
+def coerce_devices(value: object) -> list[str]:
+    """A list of "cpu" and "cuda:i" from one device or a list; an integer i is "cuda:i"."""
+    parsed = from_text(value)
+    return [_coerce_device(item) for item in (parsed if isinstance(parsed, list) else [parsed])]
+
+
+def _coerce_device(value: object) -> str:
+    text = f"cuda:{value}" if type(value) is int else str(value)
+    text = "cuda:0" if text == "cuda" else text
+    kind, _, index = text.partition(":")
+    if text == "cpu" or (kind == "cuda" and index.isdecimal()):
+        return text
+    raise ValueError
