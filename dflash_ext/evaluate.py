@@ -53,9 +53,11 @@ def evaluate(
     model = DFlashDraftModel.from_pretrained(drafter).to(device, getattr(torch, dtype)).eval()
     target = load_target(target_name, dtype=dtype, device=device, revision=revision)
     _check_match(model, target)
+    tokenizer = load_tokenizer(target_name, revision)
+    stops = sorted({*target.info.eos_token_ids, tokenizer.eos_token_id} - {None})
     examples, report = load_examples(
         [str(data)],
-        load_tokenizer(target_name, revision),
+        tokenizer,
         _data_config(target, enable_thinking),
         mask_token_id=model.spec.mask_token_id,
         vocab_size=target.info.vocab_size,
@@ -64,9 +66,10 @@ def evaluate(
         print(line, file=sys.stderr)
     with _progress() as progress:
         if trust_text:
-            texts = [given_text(e, target.info.eos_token_ids, max_new_tokens) for e in examples]
+            texts = [given_text(example, stops, max_new_tokens) for example in examples]
         else:
-            texts = _greedy_texts(target, examples, max_new_tokens or MAX_NEW_TOKENS, progress)
+            limit = max_new_tokens or MAX_NEW_TOKENS
+            texts = _greedy_texts(target, examples, stops, limit, progress)
         head = _head(model, target)
         measured = [
             measure_text(target, model, head, text)
@@ -117,9 +120,12 @@ def _head(model: DFlashDraftModel, target: Target) -> FrozenHead:
 
 
 def _greedy_texts(
-    target: Target, examples: Sequence[Example], max_new_tokens: int, progress: Progress
+    target: Target,
+    examples: Sequence[Example],
+    stops: Sequence[int],
+    max_new_tokens: int,
+    progress: Progress,
 ) -> list[Text]:
-    stops = target.info.eos_token_ids
     cache = GreedyTextCache(cache_dir(), target.model, stops)
     texts = []
     for example in progress.track(examples, description="greedy text"):

@@ -8,30 +8,34 @@ from there on it is another text.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from transformers import DynamicCache, PreTrainedModel
 
 
 @torch.inference_mode()
 def greedy_tokens(
-    model: nn.Module, prompt: Sequence[int], max_new_tokens: int, stop_token_ids: Collection[int]
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stop_token_ids: Collection[int],
 ) -> Iterator[int]:
     """Greedy decoding with a key/value cache, batch 1: yields at most `max_new_tokens` tokens.
 
     `model` is a Hugging Face causal LM. Ends after the first stop token.
     """
-    device = next(model.parameters()).device
-    input_ids = torch.tensor([list(prompt)], device=device)
-    cache = None
+    names = inspect.signature(type(model).forward).parameters
+    cache_argument = "cache" if "cache" in names else "past_key_values"  # renamed in 5.x
+    cache = {cache_argument: DynamicCache(config=model.config)}  # grows in place
+    input_ids = torch.tensor([list(prompt)], device=model.device)
     for _ in range(max_new_tokens):
-        out = model(input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = out.past_key_values
-        input_ids = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+        logits = model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **cache).logits
+        input_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
         token = int(input_ids)
         yield token
         if token in stop_token_ids:
@@ -39,7 +43,7 @@ def greedy_tokens(
 
 
 @torch.inference_mode()
-def weights_fingerprint(model: nn.Module) -> str:
+def weights_fingerprint(model: PreTrainedModel) -> str:
     """Hash of a model's configuration and weights, independent of where they are stored.
 
     Each weight enters as the wrapping integer sum of its bit patterns: exact, and the same on every
@@ -62,7 +66,9 @@ class GreedyTextCache:
     greedy decoding with a lower limit gives a prefix of the same text.
     """
 
-    def __init__(self, folder: Path, model: nn.Module, stop_token_ids: Collection[int]) -> None:
+    def __init__(
+        self, folder: Path, model: PreTrainedModel, stop_token_ids: Collection[int]
+    ) -> None:
         weight = next(model.parameters())
         key = f"{weights_fingerprint(model)} {weight.dtype} {weight.device.type}"
         self.folder = folder / "greedy" / hashlib.sha256(key.encode()).hexdigest()[:16]

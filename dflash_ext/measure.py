@@ -203,11 +203,11 @@ def _draft_all(
     """Draft every anchor of every answer, in groups of blocks of one size."""
     block_size = model.spec.block_size
     places = [(a, answer) for answer in answers for a in range(answer.first, answer.last)]
-    sizes = torch.tensor([min(block_size, answer.limit - a) for a, answer in places])
-    ends = torch.tensor([answer.last for _, answer in places])
-    anchors = torch.tensor([a for a, _ in places])
+    rows = [(a, answer.last, min(block_size, answer.limit - a)) for a, answer in places]
+    anchors, ends, sizes = torch.tensor(rows, dtype=torch.int64).view(-1, 3).unbind(dim=1)
     positions = anchors[:, None] + torch.arange(1, block_size)
-    labels = ids.cpu()[positions.clamp(max=len(ids) - 1)].masked_fill(positions > ends[:, None], -1)
+    labels = ids.cpu()[positions.clamp(max=len(ids) - 1)]
+    labels = labels.masked_fill(positions > ends[:, None], -1)
 
     ctx_kv = model.context(hidden, torch.arange(len(ids), device=ids.device))
     # A tree of n nodes uses ranks below n; the second best is for the near-ties.
@@ -215,12 +215,12 @@ def _draft_all(
     log_probs = torch.zeros(len(places), block_size - 1, k)
     tokens = torch.zeros(len(places), block_size - 1, k, dtype=torch.int64)
     for size in sorted(set(sizes.tolist()), reverse=True):
-        rows = (sizes == size).nonzero()[:, 0]
-        at = anchors[rows].to(ids.device)
+        chosen = (sizes == size).nonzero()[:, 0]
+        at = anchors[chosen].to(ids.device)
         start = torch.zeros_like(at)
         best = propose(model, head, ctx_kv, ids[at], start, at, size=size, k=k, group=group)
-        log_probs[rows, : size - 1] = (best.values - best.logsumexp[..., None]).cpu()
-        tokens[rows, : size - 1] = best.indices.cpu()
+        log_probs[chosen, : size - 1] = (best.values - best.logsumexp[..., None]).cpu()
+        tokens[chosen, : size - 1] = best.indices.cpu()
     drafted = torch.arange(block_size - 1) < sizes[:, None] - 1
     return _DraftTable(
         row={a: row for row, (a, _) in enumerate(places)},
