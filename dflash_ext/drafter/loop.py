@@ -1,0 +1,172 @@
+"""DrafterTrainLoop: the thread that trains one replica of the drafter from its slots."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_ext.acceptance import accept_len, evaluate_plan
+from dflash_ext.config import Config
+from dflash_ext.drafter.loss import Objective, train_batch
+from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
+from dflash_ext.grad_sync import GradSync
+from dflash_ext.hs_queue import BufferedHSQueue, Slot
+from dflash_ext.metrics import MetricStream
+from dflash_ext.optim import DrafterOptimizer
+from dflash_ext.supervisor import Supervisor, Worker
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Host-side counts of one drafter at a logged step; all are totals of this process."""
+
+    step: int
+    tokens: int
+    busy_s: float
+    time: float
+
+
+class DrafterTrainLoop:
+    """Trains batches in ticket order: forward, backward, all-reduce, optimizer, metrics.
+
+    Nothing here reads a number from the device; metrics leave through ``stream``.
+
+    Args:
+        rank: of this drafter among all drafters.
+        steps: range of optimizer steps to make; ``steps.stop`` is the run's total.
+        eval_steps: steps before which the evaluation batches of drafter 0 come.
+        num_eval_plans: how many evaluation batches there are each time.
+        save: writes a checkpoint after this many steps (drafter 0 only).
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        rank: int,
+        world: int,
+        model: DFlashDraftModel,
+        head: FrozenHead,
+        objective: Objective,
+        optimizer: DrafterOptimizer,
+        hs_queue: BufferedHSQueue,
+        grad_sync: GradSync,
+        stream: MetricStream,
+        supervisor: Supervisor,
+        steps: range,
+        eval_steps: set[int],
+        num_eval_plans: int,
+        save: Callable[[int], None] | None,
+        cpu_threads: int,
+    ) -> None:
+        self.cfg = cfg
+        self.rank, self.world = rank, world
+        self.model, self.head, self.objective = model, head, objective
+        self.optimizer, self.hs_queue, self.grad_sync = optimizer, hs_queue, grad_sync
+        self.stream, self.supervisor = stream, supervisor
+        self.steps, self.eval_steps, self.num_eval_plans = steps, eval_steps, num_eval_plans
+        self.save, self.cpu_threads = save, cpu_threads
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.done_steps = steps.start
+        self.tokens = 0
+        self.busy_s = 0.0
+        self.marks: deque[Mark] = deque()
+        self.evals: deque[tuple[int, list[list[int]]]] = deque()
+        self.scores: dict[int, float] = {}
+
+    def run(self, worker: Worker) -> None:
+        torch.set_num_threads(self.cpu_threads)
+        self.grad_sync.connect()
+        try:
+            for step in self.steps:
+                self._maybe_evaluate(step, worker)
+                self._maybe_save(step)
+                worker.at(f"step {step}")
+                if not self.supervisor.begin_step(step):
+                    break
+                self._train_step(step, worker)
+                self._publish(step + 1)
+            else:
+                self._maybe_evaluate(self.steps.stop, worker)
+            if self.save is not None:
+                worker.at(f"step {self.done_steps}, saving")
+                self.save(self.done_steps)
+        finally:
+            self.grad_sync.close()
+
+    def _train_step(self, step: int, worker: Worker) -> None:
+        batch_ids = []
+        for _ in range(self.cfg.train.grad_accum):
+            slot = self.hs_queue.get()
+            assert slot.ticket is not None and slot.ticket.step == step
+            batch_ids.append(slot.ticket.plan.batch_id)
+            worker.at(f"step {step}, batches {batch_ids}")
+            start = time.perf_counter()
+            self._train_batch(slot)
+            self.busy_s += time.perf_counter() - start
+            self.hs_queue.release(slot)
+        self.grad_sync.all_reduce([p.grad for p in self.params if p.grad is not None])
+        start = time.perf_counter()
+        norm = self.optimizer.step(step)
+        self.stream.count("nonfinite_steps", (~torch.isfinite(norm)).long())
+        self.busy_s += time.perf_counter() - start
+        self.done_steps = step + 1
+
+    def _train_batch(self, slot: Slot) -> None:
+        assert slot.ticket is not None
+        plan = slot.ticket.plan
+        train_batch(
+            self.model,
+            self.head,
+            plan,
+            self._noisy(slot.hidden, plan.epoch, plan.batch_id),
+            objective=self.objective,
+            last_hidden=slot.last_hidden,
+            acc=self.stream.acc,
+            measured=(plan.batch_id // self.world) % self.cfg.train.metrics_every == 0,
+            group=self.cfg.train.anchor_group,
+        )
+        self.tokens += plan.n_tokens
+
+    def _noisy(self, hidden: Tensor, epoch: int, batch_id: int) -> Tensor:
+        """Gaussian noise on the hidden states, a pure function of (seed, epoch, batch id)."""
+        if self.cfg.train.noise_std == 0.0:
+            return hidden
+        generator = torch.Generator(hidden.device)
+        generator.manual_seed(hash((self.cfg.train.seed, epoch, batch_id)) & 0x7FFFFFFF)
+        noise = torch.randn(
+            hidden.shape, generator=generator, dtype=hidden.dtype, device=hidden.device
+        )
+        return hidden + self.cfg.train.noise_std * noise
+
+    def _publish(self, done: int) -> None:
+        if done % self.cfg.log.every == 0 or done == self.steps.stop:
+            self.marks.append(Mark(done, self.tokens, self.busy_s, time.perf_counter()))
+            self.stream.publish(done)
+
+    def _maybe_save(self, done: int) -> None:
+        """Between steps, behind the evaluation, whose score belongs to the checkpoint."""
+        every = self.cfg.checkpoint.every
+        if self.save is not None and every and done % every == 0 and done != self.steps.start:
+            self.save(done)
+
+    def _maybe_evaluate(self, step: int, worker: Worker) -> None:
+        """Acceptance lengths of the held-out text; consumes this step's evaluation batches."""
+        if self.rank != 0 or step not in self.eval_steps:
+            return
+        lengths: list[list[int]] = []
+        for i in range(self.num_eval_plans):
+            worker.at(f"step {step}, evaluation batch {i}")
+            if self.supervisor.signum is not None:
+                return
+            slot = self.hs_queue.get()
+            assert slot.ticket is not None and slot.ticket.kind == "eval"
+            lengths += evaluate_plan(self.model, self.head, slot.hidden, slot.ticket.plan)
+            self.hs_queue.release(slot)
+        self.scores[step] = accept_len(lengths)
+        self.evals.append((step, lengths))

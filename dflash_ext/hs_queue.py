@@ -1,0 +1,134 @@
+"""Slots that carry hidden states from a target thread to a drafter thread.
+
+A slot is memory on the drafter's device, allocated once. It goes round FREE -> FILLING (a target
+packs into it) -> READY -> IN_USE (the drafter trains from it) -> FREE. When no slot is free the
+target waits: that is the back-pressure of the whole pipeline.
+"""
+
+from __future__ import annotations
+
+import threading
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from dflash_ext.data.packing import Ticket
+from dflash_ext.supervisor import Supervisor
+
+
+class SlotState(Enum):
+    FREE = "free"
+    FILLING = "filling"
+    READY = "ready"
+    IN_USE = "in use"
+
+
+class Slot:
+    """Hidden states of one packed batch.
+
+    Attributes:
+        hidden: ``[token_budget, num_layers * hidden_size]``, the captured layers side by side.
+        last_hidden: ``[token_budget, hidden_size]`` after the target's final norm, or None.
+        high_water: ``[num_layers + 1]`` int64, per column group the rows that may be non-zero.
+    """
+
+    def __init__(
+        self,
+        token_budget: int,
+        num_layers: int,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        with_last: bool,
+    ) -> None:
+        # Zeros, not empty: rows beyond a batch meet a zero gradient in fc, and 0 * NaN is NaN.
+        self.hidden = torch.zeros(
+            token_budget, num_layers * hidden_size, dtype=dtype, device=device
+        )
+        self.last_hidden: Tensor | None = None
+        if with_last:
+            self.last_hidden = torch.zeros(token_budget, hidden_size, dtype=dtype, device=device)
+        self.high_water = torch.zeros(num_layers + 1, dtype=torch.int64, device=device)
+        self.state = SlotState.FREE
+        self.ticket: Ticket | None = None
+
+
+class BufferedHSQueue:
+    """The slots of one drafter, filled and used in the order of ``Ticket.seq``.
+
+    Args:
+        slots: at least one.
+        supervisor: ends the waits when the run ends.
+    """
+
+    def __init__(self, slots: list[Slot], supervisor: Supervisor) -> None:
+        self._slots = slots
+        self._supervisor = supervisor
+        self._changed = threading.Condition()
+        self._next_to_fill = 0
+        self._next_to_use = 0
+
+    def acquire(self, ticket: Ticket) -> Slot:
+        """Waits until it is this ticket's turn and a slot is free; the slot is then FILLING.
+
+        Slots are handed out in ticket order: if a later batch could take the last free slot, the
+        drafter would wait for the earlier one for ever.
+        """
+        with self._changed:
+            self._supervisor.wait_for(
+                self._changed,
+                lambda: ticket.seq == self._next_to_fill and self._find(SlotState.FREE) is not None,
+            )
+            slot = self._find(SlotState.FREE)
+            assert slot is not None
+            slot.state, slot.ticket = SlotState.FILLING, ticket
+            self._next_to_fill += 1
+            self._changed.notify_all()
+            return slot
+
+    def publish(self, slot: Slot) -> None:
+        """FILLING -> READY: the target has written everything."""
+        self._move(slot, SlotState.FILLING, SlotState.READY)
+
+    def get(self) -> Slot:
+        """Waits for the next batch in ticket order; the slot is then IN_USE."""
+        with self._changed:
+            self._supervisor.wait_for(self._changed, lambda: self._next_ready() is not None)
+            slot = self._next_ready()
+            assert slot is not None
+            slot.state = SlotState.IN_USE
+            self._next_to_use += 1
+            return slot
+
+    def release(self, slot: Slot) -> None:
+        """IN_USE -> FREE."""
+        self._move(slot, SlotState.IN_USE, SlotState.FREE)
+
+    def depth(self) -> int:
+        """Batches that are ready and wait for the drafter."""
+        return sum(slot.state is SlotState.READY for slot in self._slots)
+
+    def tensors(self) -> list[Tensor]:
+        """The memory of all slots."""
+        slots = self._slots
+        return [s.hidden for s in slots] + [s.last_hidden for s in slots if s.last_hidden is not None]
+
+    def _move(self, slot: Slot, old: SlotState, new: SlotState) -> None:
+        with self._changed:
+            assert slot.state is old, f"slot is {slot.state.value}, expected {old.value}"
+            slot.state = new
+            if new is SlotState.FREE:
+                slot.ticket = None
+            self._changed.notify_all()
+
+    def _find(self, state: SlotState) -> Slot | None:
+        return next((slot for slot in self._slots if slot.state is state), None)
+
+    def _next_ready(self) -> Slot | None:
+        for slot in self._slots:
+            ready = slot.state is SlotState.READY and slot.ticket is not None
+            if ready and slot.ticket.seq == self._next_to_use:  # type: ignore[union-attr]
+                return slot
+        return None

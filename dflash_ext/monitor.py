@@ -1,0 +1,136 @@
+"""The monitor thread: turns what the workers publish into log rows. Nobody waits for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dflash_ext.acceptance import accept_len, accept_len_pooled
+from dflash_ext.drafter.loop import DrafterTrainLoop, Mark
+from dflash_ext.hs_queue import BufferedHSQueue
+from dflash_ext.logger import RunLogger
+from dflash_ext.metrics import merge_words, summarise
+from dflash_ext.supervisor import Worker
+from dflash_ext.target_loop import TargetForwardLoop
+
+POLL_S = 0.1
+
+
+class Monitor:
+    """Merges the drafters' metric records by step, adds rates, logs rows in order of step.
+
+    Args:
+        tokens_before: tokens trained by the run's earlier parts (resume).
+        finished: whether all drafters have ended.
+    """
+
+    def __init__(
+        self,
+        logger: RunLogger,
+        *,
+        drafters: list[DrafterTrainLoop],
+        targets: list[TargetForwardLoop],
+        queues: list[BufferedHSQueue],
+        lr_at: Callable[[int], float],
+        block_size: int,
+        max_nonfinite_steps: int,
+        tokens_before: int,
+        finished: Callable[[], bool],
+    ) -> None:
+        self.logger = logger
+        self.drafters, self.targets, self.queues = drafters, targets, queues
+        self.lr_at, self.block_size = lr_at, block_size
+        self.max_nonfinite_steps = max_nonfinite_steps
+        self.tokens_before = tokens_before
+        self.finished = finished
+        self.evals: dict[int, dict[str, float]] = {}
+        self.losses: list[float] = []
+        self.tokens = tokens_before
+        self.train_seconds = 0.0
+        self._logged_step = -1
+        self._last_step = drafters[0].steps.start
+        self._nonfinite_in_a_row = 0
+        self._words: dict[int, list[list[int]]] = {}
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._marks: dict[int, list[Mark]] = {}
+        self._last: tuple[float, int, float, float] | None = None
+
+    def run(self, worker: Worker) -> None:
+        worker.where = "logging"
+        start = time.perf_counter()
+        self._last = (start, 0, 0.0, 0.0)
+        while True:
+            finished = self.finished()
+            self._collect()
+            self._flush(everything=finished)
+            if finished:
+                self.train_seconds = time.perf_counter() - start
+                return
+            time.sleep(POLL_S)
+
+    def _collect(self) -> None:
+        for loop in self.drafters:
+            for step, words in loop.stream.drain():
+                self._words.setdefault(step, []).append(words)
+            while loop.marks:
+                mark = loop.marks.popleft()
+                self._marks.setdefault(mark.step, []).append(mark)
+            while loop.evals:
+                step, lengths = loop.evals.popleft()
+                self.evals[step] = {
+                    "eval_accept_len": accept_len(lengths),
+                    "eval_accept_len_pooled": accept_len_pooled(lengths),
+                }
+        for step in [s for s, w in self._words.items() if len(w) == len(self.drafters)]:
+            if len(self._marks.get(step, [])) == len(self.drafters):
+                row = self._training_row(step, self._words.pop(step), self._marks.pop(step))
+                self._rows[step] = row
+                self._check_finite(step, row)
+                self.logger.progress(step, row)
+
+    def _training_row(
+        self, step: int, words: list[list[int]], marks: list[Mark]
+    ) -> dict[str, Any]:
+        row: dict[str, Any] = summarise(merge_words(words), self.block_size)
+        if "loss" in row:
+            self.losses.append(row["loss"])
+        assert self._last is not None
+        last_time, last_tokens, last_busy, last_target_busy = self._last
+        now = max(mark.time for mark in marks)
+        tokens = sum(mark.tokens for mark in marks)
+        busy = sum(mark.busy_s for mark in marks)
+        target_busy = sum(loop.busy_s for loop in self.targets)
+        span = max(now - last_time, 1e-9)
+        self._last = (now, tokens, busy, target_busy)
+        self.tokens = self.tokens_before + tokens
+        row |= {
+            "lr": self.lr_at(step - 1),
+            "tokens": self.tokens,
+            "tokens_per_s": (tokens - last_tokens) / span,
+            "queue_depth": sum(q.depth() for q in self.queues),
+            "target_busy": min(1.0, (target_busy - last_target_busy) / span / len(self.targets)),
+            "drafter_busy": min(1.0, (busy - last_busy) / span / len(self.drafters)),
+        }
+        return row
+
+    def _check_finite(self, step: int, row: dict[str, Any]) -> None:
+        """Steps skipped in a row, to the granularity of what is published."""
+        made, self._last_step = step - self._last_step, step
+        skipped = row.get("nonfinite_steps", 0) // len(self.drafters)
+        self._nonfinite_in_a_row = self._nonfinite_in_a_row + made if skipped == made else skipped
+        if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
+            raise RuntimeError(
+                f"train.max_nonfinite_steps: found {self._nonfinite_in_a_row} steps without a "
+                f"finite gradient up to step {step}, want fewer than {self.max_nonfinite_steps}"
+            )
+
+    def _flush(self, everything: bool) -> None:
+        """Logs complete rows in ascending order; an evaluation joins the row of its step."""
+        new_evals = {step for step in self.evals if step > self._logged_step}
+        for step in sorted(self._rows.keys() | new_evals):
+            awaits_eval = step in self.drafters[0].eval_steps and step not in self.evals
+            if awaits_eval and not everything:
+                return
+            self.logger.log(step, self._rows.pop(step, {}) | self.evals.get(step, {}))
+            self._logged_step = step

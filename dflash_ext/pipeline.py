@@ -1,0 +1,320 @@
+"""Builds all stages of a run and supervises their threads; holds no maths."""
+
+from __future__ import annotations
+
+import copy
+import os
+import queue
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_ext.checkpoint import CheckpointManager
+from dflash_ext.config import Config, UserError, check_layer_ids, to_dict
+from dflash_ext.data.conversations import DataReport, Example, dataset_hash, load_examples
+from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
+from dflash_ext.drafter.loop import DrafterTrainLoop
+from dflash_ext.drafter.loss import Objective
+from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead, drafter_spec
+from dflash_ext.grad_sync import GradSync, make_store
+from dflash_ext.hs_queue import BufferedHSQueue, Slot
+from dflash_ext.layout import BlockLayout
+from dflash_ext.logger import RunLogger
+from dflash_ext.metrics import MetricStream
+from dflash_ext.monitor import Monitor
+from dflash_ext.optim import build_optimizer
+from dflash_ext.supervisor import Supervisor, Worker
+from dflash_ext.target import (
+    Target,
+    default_target_layer_ids,
+    load_target,
+    load_tokenizer,
+    pick_mask_token_id,
+)
+from dflash_ext.target_loop import TargetForwardLoop
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Resume:
+    """What a checkpoint gives back."""
+
+    step: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+class Pipeline:
+    """One run on this machine: data, targets, queues, drafters, monitor.
+
+    Raises (from the constructor):
+        UserError: for a setting or input that cannot work, before any thread starts.
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path, resume: bool = False) -> None:
+        self.cfg, self.run_dir = cfg, run_dir
+        self.dtype = DTYPES[cfg.model.dtype]
+        self.world = len(cfg.topology.drafters)
+        self._load_data_and_target()
+        self.checkpoints = CheckpointManager(run_dir / "checkpoints", cfg.checkpoint)
+        self.resume = self._load_resume() if resume else Resume()
+        self._build_drafter()
+        self.total_steps = self.planner.total_steps()
+        self.supervisor = Supervisor(cfg.train.stall_timeout_s)
+        workers = len(cfg.topology.targets) + self.world
+        cores = len(os.sched_getaffinity(0))
+        self.cpu_threads = cfg.topology.cpu_threads or max(1, cores // workers)
+        self._build_stages()
+
+    # -- building ------------------------------------------------------------------------------
+
+    def _load_data_and_target(self) -> None:
+        cfg = self.cfg
+        self.tokenizer = load_tokenizer(cfg.model.target, cfg.model.revision)
+        self.target: Target = load_target(
+            cfg.model.target,
+            dtype=self.dtype,
+            device=torch.device(cfg.topology.targets[0]),
+            revision=cfg.model.revision,
+            attn_backend=cfg.model.attn_backend,
+        )
+        info = self.target.info
+        self.layer_ids = cfg.model.target_layer_ids or default_target_layer_ids(
+            info.num_layers, cfg.drafter.num_layers
+        )
+        check_layer_ids(self.layer_ids, info.num_layers)
+        self.mask_token_id = cfg.drafter.mask_token_id
+        if self.mask_token_id is None:
+            self.mask_token_id = pick_mask_token_id(info, self.tokenizer)
+        if not 0 <= self.mask_token_id < info.vocab_size:
+            raise UserError(
+                f"drafter.mask_token_id: found {self.mask_token_id}, "
+                f"want an id of the target's embedding table, 0 to {info.vocab_size - 1}"
+            )
+        self.examples, self.data_report = self._examples(cfg.data.train)
+        self.eval_examples: list[Example] = []
+        if cfg.data.eval:
+            self.eval_examples, _ = self._examples(cfg.data.eval)
+        self.layout = BlockLayout(cfg.drafter.block_size)
+        self.planner = BatchPlanner(
+            self.examples, cfg.data, cfg.train, self.layout, self.world, self.eval_examples
+        )
+
+    def _examples(self, paths: list[str]) -> tuple[list[Example], DataReport]:
+        return load_examples(
+            paths,
+            self.tokenizer,
+            self.cfg.data,
+            mask_token_id=self.mask_token_id,
+            vocab_size=self.target.info.vocab_size,
+        )
+
+    def _load_resume(self) -> Resume:
+        tensors, meta = self.checkpoints.load()
+        found, want = dataset_hash(self.examples), meta["data_hash"]
+        if found != want:
+            raise UserError(
+                f"data.train: found text with hash {found[:12]}, "
+                f"want {want[:12]} as in the checkpoint of step {meta['step']}"
+            )
+        return Resume(meta["step"], tensors, meta)
+
+    def _build_drafter(self) -> None:
+        cfg, target = self.cfg, self.target
+        assert self.mask_token_id is not None
+        spec = drafter_spec(cfg, target.info, self.mask_token_id, self.layer_ids)
+        self.model = DFlashDraftModel(spec)
+        if self.resume.tensors:
+            self.model.load_state_dict(_sub(self.resume.tensors, "model."))
+        elif cfg.drafter.init_from == "target":
+            self.model.init_from_target(target)
+        elif cfg.drafter.init_from == "none":
+            self.model.init_weights(cfg.train.seed)
+        else:
+            self.model = DFlashDraftModel.from_pretrained(cfg.drafter.init_from, expect=spec)
+        self.model.recompute = cfg.train.recompute
+        self.model.to(self.dtype)
+
+    def _build_stages(self) -> None:
+        cfg, info = self.cfg, self.target.info
+        self.tickets: queue.Queue[Ticket | None] = queue.Queue(2 * len(cfg.topology.targets) + 1)
+        self.queues = [self._hs_queue(device) for device in cfg.topology.drafters]
+        self.eval_steps: set[int] = set()
+        if self.eval_examples:
+            every = cfg.train.eval_every
+            self.eval_steps = {0, self.total_steps}
+            self.eval_steps |= set(range(every, self.total_steps, every)) if every else set()
+        if "score" in self.resume.meta and self.resume.meta["score"] is not None:
+            self.eval_steps.discard(self.resume.step)  # its result is in the checkpoint
+        self.prefetcher = BatchPrefetcher(self.planner)
+        self.target_loops = [
+            TargetForwardLoop(
+                self.target.replica(),
+                self.layer_ids,
+                self.tickets,
+                self.queues,
+                self.supervisor,
+                self.cpu_threads,
+            )
+            for _ in cfg.topology.targets
+        ]
+        head = FrozenHead(
+            self.target.embed_weight,
+            self.target.head_weight,
+            embed_scale=info.embed_scale,
+            logit_scale=info.logit_scale,
+            softcap=info.softcap,
+            valid_vocab=info.vocab_size,
+        )
+        store = make_store()
+        self.drafter_loops = [
+            self._drafter_loop(rank, head, store) for rank in range(self.world)
+        ]
+
+    def _hs_queue(self, device: str) -> BufferedHSQueue:
+        cfg = self.cfg
+        slots = [
+            Slot(
+                cfg.data.token_budget,
+                len(self.layer_ids),
+                self.target.info.hidden_size,
+                dtype=self.dtype,
+                device=torch.device(device),
+                with_last=cfg.train.kl_weight > 0,
+            )
+            for _ in range(cfg.topology.slots_per_drafter)
+        ]
+        return BufferedHSQueue(slots, self.supervisor)
+
+    def _drafter_loop(self, rank: int, head: FrozenHead, store: Any) -> DrafterTrainLoop:
+        cfg = self.cfg
+        model = self.model if rank == 0 else copy.deepcopy(self.model)
+        optimizer = build_optimizer(list(model.named_parameters()), cfg.train, self.total_steps)
+        if self.resume.tensors:
+            optimizer.load_state_tensors(_sub(self.resume.tensors, "optimizer."))
+        device = torch.device(cfg.topology.drafters[rank])
+        return DrafterTrainLoop(
+            cfg,
+            rank=rank,
+            world=self.world,
+            model=model,
+            head=head,
+            objective=Objective(cfg.train, self.layout),
+            optimizer=optimizer,
+            hs_queue=self.queues[rank],
+            grad_sync=GradSync(rank, self.world, store, device, stop=self.supervisor.stop),
+            stream=MetricStream(device),
+            supervisor=self.supervisor,
+            steps=range(self.resume.step, self.total_steps),
+            eval_steps=self.eval_steps,
+            num_eval_plans=len(self.planner.eval_plans()) if self.eval_examples else 0,
+            save=self._save if rank == 0 else None,
+            cpu_threads=self.cpu_threads,
+        )
+
+    # -- running -------------------------------------------------------------------------------
+
+    def run(self, logger: RunLogger) -> Monitor:
+        """Trains to the end, to a signal, or to the first error (RunFailed)."""
+        supervisor = self.supervisor
+        workers: list[Worker] = []
+        self.monitor = Monitor(
+            logger,
+            drafters=self.drafter_loops,
+            targets=self.target_loops,
+            queues=self.queues,
+            lr_at=self.drafter_loops[0].optimizer.lr_at,
+            block_size=self.layout.size,
+            max_nonfinite_steps=self.cfg.train.max_nonfinite_steps,
+            tokens_before=self.tokens_before,
+            finished=lambda: not any(w.thread and w.thread.is_alive() for w in workers),
+        )
+        supervisor.spawn("prefetcher", self._prefetch)
+        for i, target_loop in enumerate(self.target_loops):
+            supervisor.spawn(f"target {i}", target_loop.run)
+        for rank, drafter_loop in enumerate(self.drafter_loops):
+            workers.append(supervisor.spawn(f"drafter {rank}", drafter_loop.run))
+        monitor = supervisor.spawn("monitor", self.monitor.run)
+        supervisor.wait([*workers, monitor])
+        self.checkpoints.close()
+        return self.monitor
+
+    def describe(self) -> list[str]:
+        """What is about to run, for people: models, text, steps, memory."""
+        info, spec, cfg = self.target.info, self.model.spec, self.cfg
+        mib = 1 / 2**20
+        params = sum(p.numel() for p in self.model.parameters())
+        slots = sum(t.nbytes for q in self.queues for t in q.tensors())
+        mask = self.tokenizer.convert_ids_to_tokens(spec.mask_token_id)
+        target_bytes = sum(p.nbytes for p in self.target.model.parameters())
+        return [
+            f"target   {cfg.model.target}: {info.num_layers} layers, hidden {info.hidden_size}, "
+            f"vocabulary {info.vocab_size}, {cfg.model.dtype}; captures layers {self.layer_ids}",
+            f"drafter  {spec.num_layers} layers, {params / 1e6:.1f} M parameters, "
+            f"block {spec.block_size}, mask token {mask!r} ({spec.mask_token_id}), "
+            f"started from {cfg.drafter.init_from}",
+            *self.data_report.lines(),
+            f"plan     {self.total_steps} steps of {cfg.train.grad_accum * self.world} batches, "
+            f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each, "
+            f"{self.planner.padding_share():.1%} padding; {len(self.eval_examples)} held-out texts",
+            f"threads  targets {cfg.topology.targets}, drafters {cfg.topology.drafters}, "
+            f"{self.cpu_threads} CPU thread(s) each",
+            f"memory   target {target_bytes * mib:.0f} MiB, slots {slots * mib:.0f} MiB, drafter "
+            f"weights, gradients and optimizer {params * 16 * self.world * mib:.0f} MiB",
+        ]
+
+    @property
+    def done_steps(self) -> int:
+        return self.drafter_loops[0].done_steps
+
+    def _prefetch(self, worker: Worker) -> None:
+        torch.set_num_threads(1)
+        for ticket in self.prefetcher.tickets(self.resume.step, self.eval_steps):
+            worker.at(f"step {ticket.step}, batch {ticket.plan.batch_id}")
+            self.supervisor.put(self.tickets, ticket)
+        self.supervisor.put(self.tickets, None)
+
+    def _save(self, step: int) -> None:
+        loop = self.drafter_loops[0]
+        tensors = {f"model.{k}": v for k, v in loop.model.state_dict().items()}
+        tensors |= {f"optimizer.{k}": v for k, v in loop.optimizer.state_tensors().items()}
+        score = loop.scores.get(step)
+        if score is None and step == self.resume.step:
+            score = self.resume.meta.get("score")
+        meta = {
+            "tokens": self.tokens_before + sum(d.tokens for d in self.drafter_loops),
+            "data_hash": dataset_hash(self.examples),
+            "world": self.world,
+            "cpu_threads": self.cpu_threads,
+            "config": to_dict(self.cfg),
+            "drafter": loop.model.spec.to_hf_config(),
+            "accept_len_before": self.accept_len_before,
+        }
+        self.checkpoints.save(step, tensors, meta, score)
+
+    @property
+    def tokens_before(self) -> int:
+        """Tokens trained by the run's earlier parts."""
+        return self.resume.meta.get("tokens", 0)
+
+    @property
+    def accept_len_before(self) -> float | None:
+        """Acceptance length before the first step, also in a resumed run."""
+        if self.resume.meta:
+            return self.resume.meta["accept_len_before"]
+        return self.drafter_loops[0].scores.get(0)
+
+    @property
+    def accept_len_after(self) -> float | None:
+        """Acceptance length behind the last step."""
+        if self.resume.step == self.total_steps:
+            return self.resume.meta["score"]
+        return self.drafter_loops[0].scores.get(self.total_steps)
+
+
+def _sub(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

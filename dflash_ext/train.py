@@ -1,0 +1,107 @@
+"""Trains a drafter: ``python -m dflash_ext.train [--config FILE] [--section.field value ...]``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import dflash_ext
+from dflash_ext.acceptance import accept_len, prompt_lookup_lengths
+from dflash_ext.config import Config, UserError, parse_config, run_command, save_config
+from dflash_ext.export import write_export
+from dflash_ext.logger import RunLogger, print_summary, write_summary
+from dflash_ext.monitor import Monitor
+from dflash_ext.pipeline import Pipeline
+from dflash_ext.supervisor import RunFailed
+
+
+def main(argv: list[str] | None = None) -> int:
+    start = time.perf_counter()
+    cfg, flags = parse_config(argv)
+    run_dir = Path(cfg.log.dir) / cfg.log.name
+    if not (flags.plan or flags.check_data):
+        _check_run_dir(run_dir, flags.resume)
+    pipeline = Pipeline(cfg, run_dir, resume=flags.resume)
+    if flags.plan or flags.check_data:
+        print("\n".join(pipeline.describe()))
+        return 0
+    run_dir.mkdir(parents=True, exist_ok=True)
+    save_config(cfg, run_dir / "config.yaml")
+    print("\n".join(pipeline.describe()), flush=True)
+
+    pipeline.supervisor.install_signal_handlers()
+    logger = RunLogger(cfg, run_dir, pipeline.total_steps, pipeline.resume.step)
+    try:
+        monitor = pipeline.run(logger)
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)  # the worker has printed its traceback
+        return 1
+    finally:
+        logger.close()
+    if pipeline.supervisor.signum is not None and pipeline.done_steps < pipeline.total_steps:
+        print(f"stopped by signal after step {pipeline.done_steps}; go on with --resume")
+        return 128 + pipeline.supervisor.signum
+    write_export(pipeline.drafter_loops[0].model, run_dir / "export")
+    summary = _summary(pipeline, monitor, time.perf_counter() - start)
+    write_summary(run_dir, summary)
+    print_summary(summary | _advice(cfg, pipeline, run_dir))
+    return 0
+
+
+def _check_run_dir(run_dir: Path, resume: bool) -> None:
+    if not resume and (run_dir / "config.yaml").exists():
+        raise UserError(
+            f"log.name: found a run in {run_dir}, want a new name "
+            "(--log.name NAME), or --resume to go on with it"
+        )
+
+
+def _summary(pipeline: Pipeline, monitor: Monitor, seconds: float) -> dict[str, Any]:
+    lookup = [
+        prompt_lookup_lengths(e.input_ids.tolist(), int(e.loss_mask.argmax()), pipeline.layout.size)
+        for e in pipeline.eval_examples
+    ]
+    return {
+        "steps": pipeline.done_steps,
+        "tokens": monitor.tokens,
+        "seconds": round(seconds, 1),
+        "tokens_per_s": round((monitor.tokens - monitor.tokens_before) / monitor.train_seconds, 1),
+        "loss_first": monitor.losses[0] if monitor.losses else None,
+        "loss_last": monitor.losses[-1] if monitor.losses else None,
+        "accept_len_before": pipeline.accept_len_before,
+        "accept_len_after": pipeline.accept_len_after,
+        "accept_len_prompt_lookup": accept_len(lookup) if lookup else None,
+        "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "peak_gpu_mib": 0,
+        "versions": {
+            "dflash_ext": dflash_ext.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _advice(cfg: Config, pipeline: Pipeline, run_dir: Path) -> dict[str, str]:
+    command = (
+        f"python -m dflash_ext.evaluate --drafter {run_dir / 'export'} --target {cfg.model.target}"
+    )
+    if cfg.data.eval:
+        command += f" --data {cfg.data.eval[0]}"
+    return {"export": str(run_dir / "export"), "evaluate": command}
+
+
+if __name__ == "__main__":
+    code = run_command(main)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A worker stuck in native code must not keep the process alive.
+    os._exit(code)

@@ -1,0 +1,248 @@
+"""Whole runs on a tiny target: files, resume, topology, faults, signals, bad input."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_ext import train
+from dflash_ext.config import run_command
+from dflash_ext.data.packing import BatchPlanner
+from dflash_ext.drafter.loop import DrafterTrainLoop
+from dflash_ext.logger import RunLogger
+from dflash_ext.target import Target
+
+STEPS = 6
+
+
+@pytest.fixture
+def run(tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path):
+    """run("name", "--section.field=value", ...) -> exit code; the run lies in tmp_path/name."""
+    data = tiny_jsonl(n=9)
+    heldout = tiny_jsonl(n=3, name="heldout.jsonl")
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def go(name: str, *flags: str) -> int:
+        config = tmp_path / "config.yaml"
+        config.write_text(
+            f"""
+model: {{target: {tiny_target_dir}, dtype: float32}}
+drafter: {{num_layers: 2, block_size: 4}}
+data: {{train: [{data}], eval: [{heldout}], token_budget: 200}}
+topology: {{targets: [cpu], drafters: [cpu], cpu_threads: 1}}
+train: {{steps: {STEPS}, lr: 0.003, max_anchors: 12, metrics_every: 2}}
+log: {{dir: {tmp_path}, every: 2}}
+"""
+        )
+        return run_command(
+            lambda: train.main(["--config", str(config), f"--log.name={name}", *flags])
+        )
+
+    yield go
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "export" / "model.safetensors")
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same(a: Path, b: Path) -> None:
+    one, two = weights(a), weights(b)
+    assert one.keys() == two.keys()
+    different = [name for name in one if not torch.equal(one[name], two[name])]
+    assert different == []
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Delivers SIGTERM to the run when drafter 0 has made `step` steps."""
+    publish = DrafterTrainLoop._publish
+
+    def patched(self: DrafterTrainLoop, done: int) -> None:
+        publish(self, done)
+        if done == step and self.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while self.supervisor.signum is None:  # the handler runs in the main thread
+                time.sleep(0.01)
+
+    monkeypatch.setattr(DrafterTrainLoop, "_publish", patched)
+
+
+def test_a_run_writes_what_it_promises(run, tmp_path: Path, capsys) -> None:
+    assert run("a") == 0
+    folder = tmp_path / "a"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {
+        *("steps", "tokens", "seconds", "tokens_per_s", "loss_first", "loss_last"),
+        *("accept_len_before", "accept_len_after", "peak_rss_mib", "peak_gpu_mib", "versions"),
+    } <= summary.keys()
+    assert summary["steps"] == STEPS
+    assert summary["loss_last"] < summary["loss_first"]
+    assert 1 <= summary["accept_len_before"] <= 4 and 1 <= summary["accept_len_after"] <= 4
+    logged = rows(folder)
+    assert [row["step"] for row in logged] == [0, 2, 4, 6]
+    assert "eval_accept_len" in logged[0] and "loss" not in logged[0]
+    assert "eval_accept_len" in logged[-1] and "acc" in logged[-1]
+    assert summary["tokens"] == logged[-1]["tokens"] > 0
+    assert (folder / "config.yaml").exists()
+    assert (folder / "checkpoints" / f"step_{STEPS:08d}").is_dir()
+    assert (folder / "export" / "config.json").exists()
+    assert "dflash_ext.evaluate --drafter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("drafters", ["[cpu]", "[cpu, cpu]"])
+def test_resume_is_exact(run, tmp_path: Path, monkeypatch, drafters: str) -> None:
+    flags = [f"--topology.drafters={drafters}", "--train.eval_every=2"]
+    assert run("whole", *flags) == 0
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        assert run("parts", *flags) == 128 + signal.SIGTERM
+    assert not (tmp_path / "parts" / "export").exists()
+    assert run("parts", *flags, "--resume") == 0
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    steps = [row["step"] for row in rows(tmp_path / "parts")]
+    assert steps == sorted(set(steps)) and steps[-1] == STEPS
+    whole, parts = rows(tmp_path / "whole")[-1], rows(tmp_path / "parts")[-1]
+    for key in ("loss", "tokens", "eval_accept_len"):
+        assert whole[key] == parts[key], key
+
+
+def test_targets_and_drafters_in_any_number_and_order(run, tmp_path: Path, monkeypatch) -> None:
+    seen: dict[str, list] = {}
+    forward = Target.forward_capture
+    train_batch = DrafterTrainLoop._train_batch
+    name = ""
+
+    def jitter(self, *args, **kwargs):
+        time.sleep(float(torch.rand(())) * 0.03)
+        return forward(self, *args, **kwargs)
+
+    def record(self, slot) -> None:
+        seen.setdefault(name, []).append((self.rank, slot.ticket.plan.batch_id))
+        train_batch(self, slot)
+
+    monkeypatch.setattr(Target, "forward_capture", jitter)
+    monkeypatch.setattr(DrafterTrainLoop, "_train_batch", record)
+    for name, targets in [("one", "[cpu]"), ("two", "[cpu, cpu]"), ("again", "[cpu, cpu]")]:
+        flags = (f"--topology.targets={targets}", "--topology.drafters=[cpu, cpu]")
+        assert run(name, *flags, "--train.grad_accum=2") == 0
+    for rank in (0, 1):
+        ids = [batch for r, batch in seen["one"] if r == rank]
+        assert ids == list(range(rank, STEPS * 4, 2))
+        assert ids == [batch for r, batch in seen["two"] if r == rank]
+    assert_same(tmp_path / "one", tmp_path / "two")
+    assert_same(tmp_path / "two", tmp_path / "again")
+
+
+def test_two_drafters_hold_the_same_weights(run, monkeypatch) -> None:
+    loops: list[DrafterTrainLoop] = []
+    run_loop = DrafterTrainLoop.run
+    monkeypatch.setattr(
+        DrafterTrainLoop, "run", lambda self, worker: (loops.append(self), run_loop(self, worker))
+    )
+    assert run("a", "--topology.drafters=[cpu, cpu]") == 0
+    one, two = (dict(loop.model.named_parameters()) for loop in loops)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_evaluation_metrics_and_logging_do_not_touch_training(run, tmp_path: Path) -> None:
+    assert run("plain", "--data.eval=[]", "--train.metrics_every=1000") == 0
+    assert run("watched", "--train.eval_every=1", "--train.metrics_every=1", "--log.every=1") == 0
+    assert_same(tmp_path / "plain", tmp_path / "watched")
+    assert all("acc" in row for row in rows(tmp_path / "watched") if row["step"])
+
+
+def test_kl_cap_accumulation_and_groups_train(run, tmp_path: Path) -> None:
+    flags = ["--train.kl_weight=0.5", "--train.cap_lambda=0.1", "--train.grad_accum=2"]
+    assert run("a", *flags, "--train.metrics_every=1") == 0
+    row = rows(tmp_path / "a")[-1]
+    assert row["kl"] > 0 and row["cap"] >= 0
+    assert row["loss"] == pytest.approx(row["ce"] + 0.5 * row["kl"] + 0.1 * row["cap"], rel=1e-4)
+    assert run("b", *flags, "--train.anchor_group=5") == 0
+    one, two = weights(tmp_path / "a"), weights(tmp_path / "b")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=2e-3, atol=2e-5)
+
+
+FAULTS = {
+    "prefetcher": (BatchPlanner, "step_plans"),
+    "target 0": (Target, "forward_capture"),
+    "drafter 0": (DrafterTrainLoop, "_train_batch"),
+    "monitor": (RunLogger, "log"),
+}
+
+
+@pytest.mark.parametrize("worker", FAULTS)
+@pytest.mark.parametrize("topology", ["[cpu]", "[cpu, cpu]"])
+def test_a_fault_ends_the_run_with_its_own_error(
+    run, monkeypatch, capsys, worker: str, topology: str
+) -> None:
+    owner, method = FAULTS[worker]
+    original = getattr(owner, method)
+    calls = []
+
+    def faulty(self, *args, **kwargs):
+        calls.append(time.monotonic())
+        if len(calls) == 2:
+            raise ZeroDivisionError(f"injected into {worker}")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, method, faulty)
+    flags = (f"--topology.targets={topology}", f"--topology.drafters={topology}")
+    assert run("a", *flags, "--train.steps=50") == 1
+    assert time.monotonic() - calls[1] < 10
+    errors = capsys.readouterr().err
+    assert f"ZeroDivisionError: injected into {worker}" in errors
+    assert f"error: {worker[:6]}" in errors
+
+
+def test_a_second_run_in_the_same_folder_is_refused(run, capsys) -> None:
+    assert run("a") == 0
+    capsys.readouterr()
+    assert run("a") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--resume" in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--drafter.mask_token_id=264", "drafter.mask_token_id"),
+        ("--model.target_layer_ids=[1, 6]", "model.target_layer_ids"),
+        ("--model.target_layer_ids=[3, 1]", "model.target_layer_ids"),
+        ("--drafter.block_size=1", "drafter.block_size"),
+        ("--data.token_budget=20", "data.token_budget"),
+        ("--data.train=[missing.jsonl]", "missing.jsonl"),
+        ("--train.gama=1", "train.gamma"),
+        ("--topology.drafters=[cuda:97]", "topology.drafters"),
+        ("--model.target=nowhere/at/all", "model.target"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, capsys, flag: str, expected: str) -> None:
+    assert run("a", flag) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    assert expected in err
+
+
+def test_resume_without_a_checkpoint_is_a_clear_error(run, capsys) -> None:
+    assert run("a", "--resume") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_resume_with_other_text_is_refused(run, tiny_jsonl, capsys) -> None:
+    assert run("a") == 0
+    other = tiny_jsonl(n=4, name="other.jsonl")
+    capsys.readouterr()
+    assert run("a", "--resume", f"--data.train=[{other}]", "--train.steps=9") == 2
+    assert "data.train" in capsys.readouterr().err
