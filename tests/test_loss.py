@@ -1,0 +1,255 @@
+"""The objective: its value, groups of anchors, metrics that change nothing."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from drafter_cases import (
+    block_outputs,
+    make_plan,
+    positions,
+    random_examples,
+    random_head,
+    random_hidden,
+    random_model,
+    small_spec,
+)
+
+from dflash_ext.config import DataConfig, TrainConfig
+from dflash_ext.data.packing import BatchPlanner
+from dflash_ext.drafter.loss import Objective, plan_group, train_batch
+from dflash_ext.ops.metric_add import WORD, new_accumulator
+
+pytestmark = pytest.mark.usefixtures("nan_poison")
+
+
+class Case:
+    """A drafter, a head, a plan and captured states."""
+
+    def __init__(self, *, lengths=(21, 13, 17), dtype=torch.float32, head=None, **train) -> None:
+        self.spec = small_spec()
+        self.train = TrainConfig(**({"max_anchors": 12, "gamma": 3.0, "kl_weight": 0.0} | train))
+        self.model = random_model(self.spec, dtype=dtype)
+        self.head = random_head(dtype=dtype) if head is None else head
+        self.plan = make_plan(random_examples(lengths), self.spec, max_anchors=12)
+        self.hidden = random_hidden(self.plan, self.spec).to(dtype)
+        self.last = torch.randn(self.plan.doc_start.shape[0], 32).to(dtype)
+        self.objective = Objective(self.train, self.spec.layout)
+
+    def loss(self, **arguments) -> torch.Tensor:
+        ctx_kv = self.model.context(self.hidden, positions(self.plan))
+        return self.objective(
+            self.model, self.head, ctx_kv, self.plan, last_hidden=self.last, **arguments
+        )
+
+    def train_batch(self, group=None, acc=None, measured=True):
+        """(loss, gradients, accumulator) of one batch."""
+        self.model.zero_grad()
+        loss = train_batch(
+            self.model,
+            self.head,
+            self.plan,
+            self.hidden,
+            objective=self.objective,
+            last_hidden=self.last,
+            acc=acc,
+            measured=measured,
+            group=group,
+        )
+        return loss, {n: p.grad.clone() for n, p in self.model.named_parameters()}
+
+
+def by_hand(case: Case) -> torch.Tensor:
+    """The documented formula over all slots, in fp64 and with full logits."""
+    plan, train, head = case.plan, case.train, case.head
+    states = block_outputs(case.model, head, plan, case.hidden).double()
+    table = head.head_weight.double()
+    logits = states @ table.T * head.logit_scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    log_q = torch.log_softmax(logits, -1)
+    ce = -log_q.gather(-1, plan.labels[..., None])[..., 0]
+    log_p = torch.log_softmax(case.last.double() @ table.T, -1)[plan.teacher_index]
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    entropy = -(log_q.exp() * log_q).sum(-1)
+    cap = torch.where(logits.argmax(-1) == plan.labels, entropy, 0.0)
+    terms = train.ce_weight * ce + train.kl_weight * kl + train.cap_lambda * cap
+    return (plan.weights.double() * terms).sum() / plan.weight_sum.double()
+
+
+@pytest.mark.parametrize(
+    "train",
+    [{}, {"kl_weight": 0.7, "ce_weight": 0.5}, {"cap_lambda": 2.0}, {"loss_chunk_rows": 8}],
+    ids=["ce", "kl", "cap", "chunks"],
+)
+def test_loss_and_gradient_follow_the_formula(train):
+    case = Case(**train)
+    want = by_hand(case)
+    want.backward()
+    want_grads = {n: p.grad.clone() for n, p in case.model.named_parameters()}
+    loss, grads = case.train_batch()
+    torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-6, atol=0)
+    for name, grad in grads.items():
+        assert (grad - want_grads[name]).norm() <= 1e-5 * want_grads[name].norm(), name
+
+
+def test_scale_and_softcap_of_the_head_are_used():
+    case = Case(head=random_head(logit_scale=0.5, softcap=4.0, embed_scale=2.0))
+    torch.testing.assert_close(case.loss().double(), by_hand(case), rtol=1e-6, atol=0)
+
+
+def test_gradient_of_the_weights_agrees_with_differences():
+    """fp64, so that the check sees the whole path: context, fc, layers, head."""
+    case = Case(dtype=torch.float64)
+    _, grads = case.train_batch()
+    for name in ("fc.weight", "layers.0.self_attn.k_proj.weight", "layers.1.mlp.up_proj.weight"):
+        parameter = case.model.get_parameter(name)
+        direction = torch.randn_like(parameter)
+        values = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                parameter += step * direction
+                values.append(case.loss())
+                parameter -= step * direction
+        slope = (values[0] - values[1]) / 2e-5
+        torch.testing.assert_close((grads[name] * direction).sum(), slope, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("group", [1, 5, 11, 12, 100])
+def test_groups_of_anchors_add_up_to_the_batch(group):
+    case = Case(kl_weight=0.3, cap_lambda=0.5)
+    want, want_grads = case.train_batch()
+    found, grads = case.train_batch(group=group)
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=0)
+    for name, grad in grads.items():
+        assert (grad - want_grads[name]).norm() <= 1e-5 * want_grads[name].norm(), name
+
+
+def test_gradients_of_batches_accumulate():
+    case = Case()
+    _, once = case.train_batch(group=5)
+    train_batch(case.model, case.head, case.plan, case.hidden, objective=case.objective, group=5)
+    for name, parameter in case.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name])
+
+
+def test_bf16_context_gradients_of_groups_are_added_up_in_fp32():
+    """Many groups: a bf16 sum would lose the later ones."""
+    case, exact = Case(dtype=torch.bfloat16), Case()
+    exact.model.load_state_dict(case.model.state_dict())
+    exact.hidden = case.hidden.float()
+    exact.head = dataclasses.replace(
+        case.head,
+        embed_weight=case.head.embed_weight.float(),
+        head_weight=case.head.head_weight.float(),
+    )
+    _, want = exact.train_batch()
+    errors = []
+    for group in (None, 1):
+        _, grads = case.train_batch(group=group)
+        error = (grads["fc.weight"].float() - want["fc.weight"]).norm()
+        errors.append((error / want["fc.weight"].norm()).item())
+    assert errors[1] < 1.3 * errors[0]
+
+
+@pytest.mark.parametrize("group", [None, 5])
+def test_metrics_change_no_bit_of_loss_and_gradient(group):
+    case = Case(kl_weight=0.3)
+    want, want_grads = case.train_batch(group=group)
+    for measured in (True, False):
+        acc = new_accumulator()
+        found, grads = case.train_batch(group=group, acc=acc, measured=measured)
+        assert acc[WORD["batches"]] == 1
+        assert acc[WORD["measured_batches"]] == int(measured)
+        assert torch.equal(found, want)
+        assert all(torch.equal(grads[name], want_grads[name]) for name in grads)
+
+
+def test_groups_count_as_one_batch():
+    case = Case()
+    whole, grouped = new_accumulator(), new_accumulator()
+    case.train_batch(acc=whole)
+    case.train_batch(group=5, acc=grouped)
+    counts = ["batches", "measured_batches", "slots", "top1", "top4", "top8", "blocks", "streak4"]
+    assert whole[WORD["slots"]] == case.plan.n_rows
+    assert [int(grouped[WORD[n]]) for n in counts] == [int(whole[WORD[n]]) for n in counts]
+    ratio = grouped[WORD["loss_sum"]] / whole[WORD["loss_sum"]]
+    assert abs(ratio.item() - 1) < 1e-5
+
+
+def test_objective_of_a_group_is_its_share_of_the_loss():
+    case = Case()
+    parts = [case.loss(group=slice(a, a + 4)) for a in range(0, 12, 4)]
+    torch.testing.assert_close(sum(parts), case.loss(), rtol=1e-6, atol=0)
+    acc = new_accumulator()
+    assert torch.equal(case.loss(acc=acc, compute_metrics=False), case.loss())
+    assert acc[WORD["measured_batches"]] == 0
+
+
+def test_plan_group_has_the_rows_of_its_anchors():
+    plan = Case(lengths=(21, 9)).plan
+    slots = plan.labels.shape[1]
+    found = []
+    for start in range(0, 12, 5):
+        stop = min(start + 5, 12)
+        part = plan_group(plan, start, stop)
+        assert part.rows.shape[0] == 128
+        assert torch.equal(part.rows[part.n_rows :], torch.zeros_like(part.rows[part.n_rows :]))
+        assert torch.equal(part.labels, plan.labels[start:stop])
+        assert torch.equal(part.ctx_end, plan.ctx_end[start:stop])
+        assert torch.equal(part.weight_sum, plan.weight_sum)
+        found.append(part.rows[: part.n_rows] + start * slots)
+    assert torch.equal(torch.cat(found), plan.rows[: plan.n_rows])
+
+
+def test_a_batch_without_supervision_gives_zero_and_finite_gradients():
+    case = Case()
+    case.plan = dataclasses.replace(
+        case.plan,
+        weights=torch.zeros_like(case.plan.weights),
+        rows=torch.zeros_like(case.plan.rows),
+        n_rows=torch.zeros_like(case.plan.n_rows),
+    )
+    loss, grads = case.train_batch()
+    assert loss == 0
+    assert all((grad == 0).all() for grad in grads.values())
+
+
+def test_batches_of_a_step_add_up_whatever_the_split():
+    """Two small batches of one step give the gradient of one large batch over their sum."""
+    spec = small_spec()
+    examples = random_examples((30, 30))
+    train = TrainConfig(max_anchors=64, gamma=3.0, grad_accum=2)
+    planner = BatchPlanner(examples, DataConfig(token_budget=30), train, spec.layout, 1)
+    plans = planner.step_plans(0)
+    model, head, objective = random_model(spec), random_head(), Objective(train, spec.layout)
+    hidden = {d: torch.randn(30, 64) for d in (0, 1)}
+    for plan in plans:
+        train_batch(model, head, plan, hidden[plan.doc_ids[0]], objective=objective)
+    split = {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    both = BatchPlanner(examples, DataConfig(token_budget=60), train, spec.layout, 1).batch(0)
+    model.zero_grad()
+    packed = torch.cat([hidden[d] for d in both.doc_ids])
+    train_batch(model, head, both, packed, objective=objective)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - split[name]).norm() <= 1e-5 * split[name].norm(), name
+
+
+def test_training_overfits_a_few_documents():
+    case = Case(lengths=(21, 13))
+    case.model.init_weights(0)
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss, _ = case.train_batch()
+        losses.append(loss.item())
+        optimizer.step()
+    assert losses[-1] < 0.1 * losses[0]
+    ids = case.spec.layout.input_ids(case.plan.labels[:, 0], case.spec.mask_token_id)
+    ctx_kv = case.model.context(case.hidden, positions(case.plan))
+    with torch.no_grad():
+        states = case.model(case.head.embed(ids), ctx_kv, case.plan.ctx_start, case.plan.ctx_end)
+    hits = F.linear(states, case.head.head_weight).argmax(-1) == case.plan.labels
+    assert hits[case.plan.weights > 0].float().mean() > 0.95
