@@ -62,9 +62,11 @@ def _check_number(key: str, value: float, low: float, exclusive: bool, high: flo
     if math.isfinite(value) and inside and (high is None or value <= high):
         return
     want = f"more than {low}" if exclusive else f"at least {low}"
-    raise UserError(
-        f"{key}: found {value}, want {want}" + (f" and at most {high}" if high is not None else "")
-    )
+    if high is not None:
+        want += f" and at most {high}"
+    elif not math.isfinite(value):
+        want = "a finite number"
+    raise UserError(f"{key}: found {value}, want {want}")
 
 
 def _check_drafter(drafter: DrafterConfig) -> None:

@@ -28,6 +28,8 @@ DEFAULT_CONFIG = "configs/smollm2_cpu.yaml"
 
 def parse(argv: Sequence[str]) -> tuple[Config, Flags]:
     """See ``config.parse_config``."""
+    if "-h" in argv or "--help" in argv:
+        _parser().parse_args(["--help"])
     files, rest = _split_config_files(argv)
     paths = [_find(name) for name in files or [DEFAULT_CONFIG]]
     for path in paths:
@@ -71,16 +73,16 @@ def _split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _check_flags(args: Sequence[str]) -> None:
     """Refuse unknown flags, stray words and missing values, one line each."""
-    switches = ("help", "print_config", *(f.name for f in dataclasses.fields(Flags)))
+    switches = ("print_config", *(f.name for f in dataclasses.fields(Flags)))
     words = iter(args)
     for word in words:
         name, equals, _ = word.removeprefix("--").partition("=")
-        if not word.startswith("--") and word != "-h":
+        if not word.startswith("--"):
             raise UserError(f"command line: found {shown(word)}, want --section.field value")
         if name in TYPES:
             if not equals and next(words, "--").startswith("--"):
                 raise UserError(f"{name}: found no value, want {type_name(TYPES[name])}")
-        elif name not in switches and word != "-h":
+        elif name not in switches:
             raise unknown_field(name, "command line", switches)
 
 
