@@ -10,7 +10,7 @@ from bisect import bisect_right
 import numpy as np
 import torch
 
-_WINDOW_BATCHES = 16
+_WINDOW_BATCHES = 32
 
 
 def seeded_generator(*key: int) -> torch.Generator:
@@ -24,7 +24,7 @@ def seeded_generator(*key: int) -> torch.Generator:
 class EpochBatches:
     """Groups examples of similar length into batches of at most `token_budget` tokens.
 
-    Within an epoch's random order, windows of about 16 batches are sorted by length and cut into
+    Within an epoch's random order, windows of about 32 batches are sorted by length and cut into
     batches; examples that do not fill a window's last batch move on to the next window. The
     batches are then shuffled. Batch ids run on over the epochs. Thread-safe.
     """
