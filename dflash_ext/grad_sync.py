@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 BUCKET_BYTES = 16 * 2**20
 POLL_S = 0.05
@@ -40,7 +42,7 @@ class GradSync:
         stop: event that makes every wait leave with an error; give the same one to all threads of
             a process so that ``abort()`` of one frees the others.
 
-    Raises:
+    Raises (``connect``, ``all_reduce``, ``barrier``):
         RuntimeError: names this rank and, where known, the ranks that did not come, when another
             rank stays away longer than ``timeout_s``, fails, or ``stop`` is set.
     """
@@ -66,45 +68,35 @@ class GradSync:
         self._timeout_s = timeout_s
         self._stop = stop if stop is not None else threading.Event()
         self._bucket_numel = max(1, bucket_bytes // dtype.itemsize)
-        self._buckets: list[_Bucket] | None = None
-        self._shapes: list[torch.Size] = []
+        self._shapes: list[torch.Size] | None = None
+        self._buckets: list[_Bucket] = []
         self._calls = 0
-        self._group = None
-        self._store = dist.PrefixStore("grad_sync", store) if store is not None else None
+        self._unfinished = 0
+        self._group: dist.ProcessGroupGloo | None = None
+        # A clone has a connection of its own: one that a rank waits on is closed to all others.
+        own = (store or make_store()).clone()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("grad_sync", own)
 
     def connect(self) -> None:
-        """Forms the group; to be called by every rank's own thread, before anything else.
-
-        NCCL for GPUs belongs here.
-        """
+        """Forms the group; to be called by every rank's own thread, before anything else."""
         if self.world == 1:
             return
-        if self._device.type != "cpu":
-            raise NotImplementedError(f"no gradient all-reduce for {self._device.type} yet")
-        self._store.set(f"calls/{self.rank}", "0")
-        keys = [f"calls/{rank}" for rank in range(self.world)]
-        self._poll("rendezvous", lambda: self._store.check(keys) or bool(time.sleep(POLL_S)))
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = datetime.timedelta(seconds=self._timeout_s + GRACE_S)
-        # A HashStore cannot leave the process: neither need the connections, whatever the host
-        # is called and whatever its network.
-        local = isinstance(self._store.underlying_store, dist.HashStore)
-        create = dist.ProcessGroupGloo.create_device
-        options._devices = [create(hostname="127.0.0.1") if local else create()]
-        self._group = dist.ProcessGroupGloo(self._store, self.rank, self.world, options)
+        self._gather_from_all("calls", "0", "rendezvous")
+        self._group = _make_group(
+            self._store, self.rank, self.world, self._device, self._timeout_s + GRACE_S
+        )
 
-    def all_reduce(self, grads: Sequence[torch.Tensor]) -> None:
+    def all_reduce(self, grads: Sequence[Tensor]) -> None:
         """Replaces every tensor by its sum over all ranks, in place.
 
         All ranks pass the same shapes in the same order, the same in every call.
+
+        Raises:
+            ValueError: they do not.
         """
         if self.world == 1:
             return
-        if self._buckets is None:
-            self._shapes = [g.shape for g in grads]
-            self._buckets = _make_buckets(grads, self._bucket_numel, self._dtype, self._device)
-        if [g.shape for g in grads] != self._shapes:
-            raise ValueError(f"rank {self.rank}: gradients changed their shapes between calls")
+        self._check_shapes(grads)
         # Every bucket is under way before the first wait: copies overlap with transfers.
         works = []
         for bucket in self._buckets:
@@ -117,7 +109,7 @@ class GradSync:
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         if self.world > 1:
-            self._wait(self._start_sum(torch.zeros(1)), "barrier")
+            self._wait(self._start_sum(torch.zeros(1, device=self._device)), "barrier")
 
     def abort(self) -> None:
         """Makes every rank that shares ``stop`` leave its wait. Any thread may call it."""
@@ -126,26 +118,55 @@ class GradSync:
     def close(self) -> None:
         """Leaves the group without waiting; later calls raise RuntimeError."""
         if self._group is not None:
-            # The destructor joins workers which may still wait for a rank that hangs.
-            holder, self._group = [self._group], None
-            threading.Thread(target=holder.clear, name="grad-sync-close", daemon=True).start()
+            if self._unfinished:
+                # Its destructor would wait for transfers that a missing rank holds up: never run it
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            self._group = None
 
-    def _start_sum(self, flat: torch.Tensor) -> dist.Work:
+    def _check_shapes(self, grads: Sequence[Tensor]) -> None:
+        shapes = [grad.shape for grad in grads]
+        if self._shapes is None:
+            # Gloo would hang or read past the end where the ranks' lengths differ.
+            mine = str([tuple(shape) for shape in shapes])
+            for rank, theirs in enumerate(self._gather_from_all("shapes", mine, "all-reduce")):
+                if theirs != mine:
+                    raise ValueError(
+                        f"rank {self.rank}: gradients of shapes {mine}, rank {rank} has {theirs}"
+                    )
+            self._shapes = shapes
+            self._buckets = _make_buckets(shapes, self._bucket_numel, self._dtype, self._device)
+        if shapes != self._shapes:
+            raise ValueError(f"rank {self.rank}: gradients changed their shapes between calls")
+
+    def _gather_from_all(self, key: str, value: str, what: str) -> list[str]:
+        """Every rank's value of ``key``, once all are there."""
+        keys = [f"{key}/{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], value)
+
+        def all_there() -> bool:
+            there = self._store.check(keys)
+            if not there:
+                time.sleep(POLL_S)
+            return there
+
+        self._poll(what, all_there, keys)
+        return [self._store.get(k).decode() for k in keys]
+
+    def _start_sum(self, flat: Tensor) -> dist.Work:
         if self._group is None:
             raise RuntimeError(f"rank {self.rank}: not connected")
         self._calls += 1
+        self._unfinished += 1
         self._store.set(f"calls/{self.rank}", str(self._calls))
         options = dist.AllreduceOptions()
         options.asyncOp = True
-        return self._group.allreduce([flat], options)
+        return self._group.allreduce([flat], options)  # type: ignore[attr-defined]
 
     def _wait(self, work: dist.Work, what: str) -> None:
-        slice_ = datetime.timedelta(seconds=POLL_S)
-
         def done() -> bool:
             # A wait that runs out of its slice raises too: completion alone tells them apart.
             with contextlib.suppress(RuntimeError):
-                work.wait(slice_)
+                work.wait(datetime.timedelta(seconds=POLL_S))
             return work.is_completed()
 
         self._poll(what, done)
@@ -153,8 +174,10 @@ class GradSync:
             work.wait()
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank}: {what} failed: {error}") from error
+        self._unfinished -= 1
 
-    def _poll(self, what: str, done: Callable[[], bool]) -> None:
+    def _poll(self, what: str, done: Callable[[], bool], keys: Sequence[str] = ()) -> None:
+        """Calls ``done`` (which blocks for about POLL_S) until it holds."""
         deadline = time.monotonic() + self._timeout_s
         while not done():
             if self._stop.is_set():
@@ -162,47 +185,69 @@ class GradSync:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"rank {self.rank}: {what} timed out after {self._timeout_s:g} s"
-                    f" waiting for {self._laggards()}"
+                    f" waiting for {self._laggards(keys)}"
                 )
 
-    def _laggards(self) -> str:
-        late = []
-        for rank in range(self.world):
-            key = f"calls/{rank}"
-            calls = int(self._store.get(key)) if self._store.check([key]) else -1
-            if calls < self._calls:
-                late.append(str(rank))
-        return f"rank {', '.join(late)}" if late else "ranks that have come: the transfer hangs"
+    def _laggards(self, keys: Sequence[str]) -> str:
+        """The ranks without their key or, without keys, those that made fewer calls than this."""
+        if keys:
+            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        else:
+            calls = [int(self._store.get(f"calls/{rank}")) for rank in range(self.world)]
+            late = [rank for rank in range(self.world) if calls[rank] < self._calls]
+        if not late:
+            return "the transfer: all ranks have come"
+        return f"rank {', '.join(map(str, late))}"
+
+
+def _make_group(
+    store: dist.PrefixStore, rank: int, world: int, device: torch.device, timeout_s: float
+) -> dist.ProcessGroupGloo:
+    """The process group for gradients on ``device``; NCCL for GPUs belongs here."""
+    if device.type != "cpu":
+        raise NotImplementedError(f"no gradient all-reduce for {device.type} yet")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if not isinstance(store.underlying_store, dist.HashStore):
+        return dist.ProcessGroupGloo(store, rank, world, timeout)
+    # A HashStore cannot leave the process: neither need the connections, whatever the host is
+    # called and whatever its network.
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return dist.ProcessGroupGloo(store, rank, world, options)
 
 
 class _Bucket:
     """A flat buffer and, for each gradient in it, a view of that gradient's shape."""
 
-    def __init__(self, first: int, shapes: list[torch.Size], flat: torch.Tensor) -> None:
+    def __init__(self, first: int, shapes: Sequence[torch.Size], flat: Tensor) -> None:
         self.flat = flat
         self._slice = slice(first, first + len(shapes))
         parts = flat.split([shape.numel() for shape in shapes])
         self._views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def gather(self, grads: Sequence[torch.Tensor]) -> None:
+    def gather(self, grads: Sequence[Tensor]) -> None:
         torch._foreach_copy_(self._views, list(grads[self._slice]))
 
-    def scatter(self, grads: Sequence[torch.Tensor]) -> None:
+    def scatter(self, grads: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(grads[self._slice]), self._views)
 
 
 def _make_buckets(
-    grads: Sequence[torch.Tensor], numel: int, dtype: torch.dtype, device: torch.device
+    shapes: Sequence[torch.Size], numel: int, dtype: torch.dtype, device: torch.device
 ) -> list[_Bucket]:
     """Consecutive runs of at most ``numel`` elements; a gradient larger than that stays whole."""
-    buckets: list[_Bucket] = []
-    first, shapes, used = 0, [], 0
-    for index, grad in enumerate(grads):
-        if shapes and used + grad.numel() > numel:
-            buckets.append(_Bucket(first, shapes, torch.empty(used, dtype=dtype, device=device)))
-            first, shapes, used = index, [], 0
-        shapes.append(grad.shape)
-        used += grad.numel()
-    if shapes:
-        buckets.append(_Bucket(first, shapes, torch.empty(used, dtype=dtype, device=device)))
+    runs: list[list[torch.Size]] = []
+    room = 0
+    for shape in shapes:
+        if not runs or shape.numel() > room:
+            runs.append([])
+            room = numel
+        runs[-1].append(shape)
+        room -= shape.numel()
+    buckets, first = [], 0
+    for run in runs:
+        flat = torch.empty(sum(s.numel() for s in run), dtype=dtype, device=device)
+        buckets.append(_Bucket(first, run, flat))
+        first += len(run)
     return buckets

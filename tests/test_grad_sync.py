@@ -1,0 +1,302 @@
+"""GradSync: exact sums in every rank, the same bits everywhere, and no wait without an end."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dflash_ext.grad_sync import GradSync, make_store
+
+SHAPES = [(7, 5), (), (0, 3), (300,), (2, 3, 4), (1,), (40, 10)]
+JOIN_S = 30.0
+
+
+def run_ranks(
+    world: int, body: Callable[[GradSync], object], **options: object
+) -> tuple[list[object], list[Exception | None]]:
+    """Runs ``body`` in one thread per rank; returns results and errors by rank."""
+    store = options.pop("store", None) or make_store()
+    results: list[object] = [None] * world
+    errors: list[Exception | None] = [None] * world
+    syncs = [GradSync(rank, world, store, **options) for rank in range(world)]
+
+    def target(rank: int) -> None:
+        try:
+            syncs[rank].connect()
+            results[rank] = body(syncs[rank])
+        except Exception as error:
+            errors[rank] = error
+        finally:
+            syncs[rank].close()
+
+    threads = [threading.Thread(target=target, args=(r,), daemon=True) for r in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive(), "a rank hangs"
+    return results, errors
+
+
+def gradients(rank: int, call: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + call)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("bucket_bytes", [4, 256, 2**20])
+def test_sum_is_right_and_has_the_same_bits_everywhere(world: int, bucket_bytes: int) -> None:
+    calls = 3
+
+    def body(sync: GradSync) -> list[list[torch.Tensor]]:
+        reduced = []
+        for call in range(calls):
+            # Ranks take turns in coming late, by more than a slice of the wait.
+            if call % world == sync.rank:
+                time.sleep(0.12)
+            grads = gradients(sync.rank, call)
+            grads[0] = grads[0].T.contiguous().T  # not contiguous
+            sync.all_reduce(grads)
+            reduced.append(grads)
+        return reduced
+
+    results, errors = run_ranks(world, body, bucket_bytes=bucket_bytes)
+    again, _ = run_ranks(world, body, bucket_bytes=bucket_bytes)
+    assert errors == [None] * world
+    for call in range(calls):
+        parts = zip(*(gradients(rank, call) for rank in range(world)), strict=True)
+        wanted = [sum(g.double() for g in part) for part in parts]
+        for rank in range(world):
+            for got, want, first, second in zip(
+                results[rank][call], wanted, results[0][call], again[rank][call], strict=True
+            ):
+                torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+                assert torch.equal(got, first), "ranks differ"
+                assert torch.equal(got, second), "runs differ"
+
+
+def test_two_ranks_sum_exactly() -> None:
+    def body(sync: GradSync) -> list[torch.Tensor]:
+        grads = gradients(sync.rank, 0)
+        sync.all_reduce(grads)
+        return grads
+
+    results, _ = run_ranks(2, body)
+    for got, a, b in zip(results[0], gradients(0, 0), gradients(1, 0), strict=True):
+        assert torch.equal(got, a + b)
+
+
+def test_bfloat16_on_the_wire() -> None:
+    def body(sync: GradSync) -> list[torch.Tensor]:
+        grads = gradients(sync.rank, 0)
+        sync.all_reduce(grads)
+        return grads
+
+    results, errors = run_ranks(2, body, dtype=torch.bfloat16)
+    assert errors == [None, None]
+    for got, a, b in zip(results[0], gradients(0, 0), gradients(1, 0), strict=True):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, (a.bfloat16() + b.bfloat16()).float())
+
+
+def test_bfloat16_gradients_are_summed_in_float32() -> None:
+    def body(sync: GradSync) -> list[torch.Tensor]:
+        grads = gradients(sync.rank, 0, torch.bfloat16)
+        sync.all_reduce(grads)
+        return grads
+
+    results, errors = run_ranks(3, body)
+    assert errors == [None] * 3
+    parts = zip(*(gradients(rank, 0, torch.bfloat16) for rank in range(3)), strict=True)
+    for got, part in zip(results[0], parts, strict=True):
+        want = sum(g.double() for g in part).bfloat16()
+        # One rounding at the end; rounding after each addition would often be off by two ulps.
+        torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-6)
+
+
+def test_one_rank_does_nothing() -> None:
+    sync = GradSync(0, 1)
+    sync.connect()
+    grads = gradients(0, 0)
+    sync.all_reduce(grads)
+    sync.barrier()
+    sync.close()
+    assert all(torch.equal(a, b) for a, b in zip(grads, gradients(0, 0), strict=True))
+
+
+def test_barrier_waits_for_all() -> None:
+    arrived = []
+
+    def body(sync: GradSync) -> int:
+        time.sleep(0.15 * sync.rank)
+        arrived.append(sync.rank)
+        sync.barrier()
+        return len(arrived)
+
+    results, _ = run_ranks(3, body)
+    assert results == [3, 3, 3]
+
+
+def test_group_over_tcp_store() -> None:
+    """What torchrun provides for several machines."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def body(sync: GradSync) -> list[torch.Tensor]:
+        grads = [torch.full((3,), sync.rank + 1.0)]
+        sync.all_reduce(grads)
+        return grads
+
+    results, errors = run_ranks(2, body, store=store)
+    assert errors == [None, None]
+    assert results[0][0].tolist() == results[1][0].tolist() == [3.0, 3.0, 3.0]
+
+
+def test_time_out_names_the_rank_that_is_missing() -> None:
+    def body(sync: GradSync) -> None:
+        sync.all_reduce([torch.ones(3)])
+        if sync.rank == 1:
+            time.sleep(2.0)
+        else:
+            sync.all_reduce([torch.ones(3)])
+
+    _, errors = run_ranks(3, body, timeout_s=0.5)
+    assert str(errors[0]) == "rank 0: all-reduce timed out after 0.5 s waiting for rank 1"
+    assert errors[1] is None
+    assert str(errors[2]) == "rank 2: all-reduce timed out after 0.5 s waiting for rank 1"
+
+
+def test_rendezvous_times_out() -> None:
+    sync = GradSync(1, 3, make_store(), timeout_s=0.3)
+    with pytest.raises(RuntimeError) as error:
+        sync.connect()
+    assert str(error.value) == "rank 1: rendezvous timed out after 0.3 s waiting for rank 0, 2"
+
+
+def test_stop_frees_ranks_that_wait_for_a_sum() -> None:
+    left_after = []
+
+    def body(sync: GradSync) -> None:
+        sync.barrier()
+        if sync.rank == 1:
+            time.sleep(0.3)
+            sync.abort()
+            time.sleep(1.0)  # keeps its connections: only the event can free the others
+            raise ZeroDivisionError("rank 1 is broken")
+        start = time.monotonic()
+        try:
+            sync.all_reduce([torch.ones(1000)])
+        finally:
+            left_after.append(time.monotonic() - start)
+
+    _, errors = run_ranks(3, body, stop=threading.Event(), timeout_s=60)
+    assert str(errors[0]) == "rank 0: left the all-reduce, the run is stopping"
+    assert isinstance(errors[1], ZeroDivisionError)
+    assert str(errors[2]) == "rank 2: left the all-reduce, the run is stopping"
+    assert max(left_after) < 10.0
+
+
+def test_stop_frees_a_rank_at_the_rendezvous() -> None:
+    stop = threading.Event()
+    sync = GradSync(0, 2, make_store(), timeout_s=60, stop=stop)
+    threading.Timer(0.3, stop.set).start()
+    with pytest.raises(RuntimeError, match="rank 0: left the rendezvous, the run is stopping"):
+        sync.connect()
+
+
+def test_rank_that_leaves_without_a_word_is_noticed() -> None:
+    def body(sync: GradSync) -> None:
+        sync.all_reduce([torch.ones(1000)])
+        if sync.rank == 0:
+            sync.all_reduce([torch.ones(1000)])
+
+    start = time.monotonic()
+    _, errors = run_ranks(2, body, timeout_s=20)
+    assert errors[1] is None
+    assert isinstance(errors[0], RuntimeError)
+    assert str(errors[0]).startswith("rank 0: all-reduce failed: ")
+    assert time.monotonic() - start < 10.0
+
+
+def test_ranks_with_different_gradients_are_refused() -> None:
+    def body(sync: GradSync) -> None:
+        sync.all_reduce([torch.ones(4), torch.ones(2)][: sync.rank + 1])
+
+    _, errors = run_ranks(2, body, timeout_s=5)
+    assert str(errors[0]) == "rank 0: gradients of shapes [(4,)], rank 1 has [(4,), (2,)]"
+    assert isinstance(errors[1], ValueError)
+
+
+def test_changed_gradients_are_refused() -> None:
+    def body(sync: GradSync) -> None:
+        sync.all_reduce([torch.ones(4)])
+        sync.all_reduce([torch.ones(2, 2)])
+
+    _, errors = run_ranks(2, body, timeout_s=5)
+    assert all(isinstance(e, ValueError) and "changed their shapes" in str(e) for e in errors)
+
+
+def test_closing_right_after_the_last_sum_hurts_nobody() -> None:
+    def body(sync: GradSync) -> float:
+        grads = [torch.full((200_000,), float(sync.rank))]
+        sync.all_reduce(grads)
+        return grads[0].unique().item()
+
+    for _ in range(10):
+        results, errors = run_ranks(3, body)
+        assert errors == [None] * 3
+        assert results == [3.0] * 3
+
+
+def test_use_before_connect_and_after_close() -> None:
+    with pytest.raises(RuntimeError, match="rank 0: not connected"):
+        GradSync(0, 2, make_store()).barrier()
+
+    def body(sync: GradSync) -> None:
+        sync.barrier()
+        sync.close()
+        sync.barrier()
+
+    _, errors = run_ranks(2, body)
+    assert [str(error) for error in errors] == ["rank 0: not connected", "rank 1: not connected"]
+
+
+@pytest.mark.parametrize(("rank", "world", "store"), [(2, 2, True), (-1, 1, True), (0, 2, False)])
+def test_wrong_arguments(rank: int, world: int, store: bool) -> None:
+    with pytest.raises(ValueError, match=r"rank must be in|needs a store"):
+        GradSync(rank, world, make_store() if store else None)
+
+
+def test_process_ends_although_a_rank_hangs() -> None:
+    """A transfer that nobody will complete must hold up neither close() nor the exit."""
+    program = """
+        import threading, time, torch
+        from dflash_ext.grad_sync import GradSync, make_store
+        store, stop = make_store(), threading.Event()
+        def body(rank):
+            sync = GradSync(rank, 2, store, timeout_s=600, stop=stop)
+            sync.connect()
+            sync.barrier()
+            if rank == 1:
+                time.sleep(600)
+            threading.Timer(0.2, stop.set).start()
+            try:
+                sync.all_reduce([torch.ones(10)])
+            except RuntimeError as error:
+                print(error)
+            sync.close()
+        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in range(2)]
+        for thread in threads:
+            thread.start()
+        threads[0].join()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "rank 0: left the all-reduce, the run is stopping\n"
+    assert (done.returncode, done.stderr) == (0, "")
