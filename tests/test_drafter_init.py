@@ -68,9 +68,6 @@ def run_blocks(model: DFlashDraftModel, embeds: Tensor, hidden: Tensor, ends: Te
     return model(embeds, ctx_kv, torch.zeros_like(ends), ends)
 
 
-# ---- the target's last layers as a start --------------------------------------------------------
-
-
 def test_from_target_continues_the_targets_own_computation(qwen3):
     """One causal layer over the states before the target's last layer is that last layer."""
     spec = dataclasses.replace(spec_for(qwen3, (0, 2), num_layers=1), causal=True)
@@ -154,9 +151,6 @@ def test_from_target_refuses_another_form_of_layer(tmp_path):
         model.init_from_target(gemma)
 
 
-# ---- sizes of a configured drafter --------------------------------------------------------------
-
-
 def test_spec_takes_the_targets_sizes_unless_configured(llama):
     spec = spec_for(llama, (1, 4), num_layers=2, intermediate_size=80)
     assert (spec.hidden_size, spec.head_dim, spec.num_key_value_heads) == (64, 16, 2)
@@ -168,9 +162,6 @@ def test_spec_takes_the_targets_sizes_unless_configured(llama):
     assert mixed.causal is None
     assert [mixed.layer_causal(i) for i in range(2)] == [True, False]
     assert [mixed.layer_window(i) for i in range(2)] == [8, None]
-
-
-# ---- through the target -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sliding", [False, True])

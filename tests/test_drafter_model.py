@@ -70,9 +70,6 @@ def test_state_dict_has_the_published_names_and_nothing_else():
     assert state["layers.0.self_attn.o_proj.weight"].shape == (32, 48)
 
 
-# ---- what a block may see ---------------------------------------------------------------------
-
-
 @ALL_MIXES
 def test_hidden_states_from_the_anchor_on_are_invisible(mix):
     batch = Batch(mix)
@@ -234,9 +231,6 @@ def test_padding_blocks_are_finite_and_see_nothing():
     assert torch.equal(block_outputs(model, head, plan, hidden * 3)[padding], out)
 
 
-# ---- forms of the same computation --------------------------------------------------------------
-
-
 def test_separate_layers_equal_concatenated_ones():
     spec = small_spec()
     model = random_model(spec)
@@ -285,9 +279,6 @@ def test_embeddings_are_scaled():
     head = random_head(embed_scale=3.0)
     ids = torch.tensor([[4, 5]])
     torch.testing.assert_close(head.embed(ids), 3 * head.embed_weight[ids])
-
-
-# ---- where the weights start --------------------------------------------------------------------
 
 
 def test_init_weights_is_a_function_of_the_seed():
