@@ -155,7 +155,8 @@ class Supervisor:
                 worker.thread.join(max(0.0, deadline - time.monotonic()))
         if self._error is not None:
             place, error = self._error
-            raise RunFailed(f"{place}: {type(error).__name__}: {error}") from error
+            first_line = str(error).partition("\n")[0]
+            raise RunFailed(f"{place}: {type(error).__name__}: {first_line}") from error
 
     def stuck(self) -> list[str]:
         """Names of the threads that did not end in time."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dflash_ext.acceptance import accept_len, evaluate_plan
 from dflash_ext.config import Config
+from dflash_ext.data.buckets import seeded_generator
 from dflash_ext.drafter.loss import Objective, train_batch
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
 from dflash_ext.grad_sync import GradSync
@@ -19,6 +20,8 @@ from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.metrics import MetricStream
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.supervisor import Supervisor, Worker
+
+NOISE = 1  # the generator's purpose, apart from that of the anchors
 
 
 @dataclass(frozen=True)
@@ -137,12 +140,9 @@ class DrafterTrainLoop:
         """Gaussian noise on the hidden states, a pure function of (seed, epoch, batch id)."""
         if self.cfg.train.noise_std == 0.0:
             return hidden
-        generator = torch.Generator(hidden.device)
-        generator.manual_seed(hash((self.cfg.train.seed, epoch, batch_id)) & 0x7FFFFFFF)
-        noise = torch.randn(
-            hidden.shape, generator=generator, dtype=hidden.dtype, device=hidden.device
-        )
-        return hidden + self.cfg.train.noise_std * noise
+        generator = seeded_generator(self.cfg.train.seed, epoch, batch_id, NOISE)
+        noise = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype)
+        return hidden + self.cfg.train.noise_std * noise.to(hidden.device)
 
     def _publish(self, done: int) -> None:
         if done % self.cfg.log.every == 0 or done == self.steps.stop:
