@@ -142,7 +142,7 @@ class CheckpointManager:
                 files[name] = {"size": (tmp / name).stat().st_size, "sha256": _sha256(tmp / name)}
             _write_synced(tmp / MANIFEST, json.dumps({"files": files}))
             _fsync(tmp)
-            if final.exists():
+            if final.exists():  # a crash right here leaves only the older ones
                 self._remove(step)
             tmp.rename(final)
         except BaseException:
