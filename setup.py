@@ -72,8 +72,10 @@ def extension():
         file=sys.stderr,
     )
     # -fopenmp only compiles at::parallel_for's threads in: libgomp itself is torch's own, so that
-    # torch.set_num_threads holds here too.
-    flags = {"cxx": ["-O3", "-fopenmp", "-Wall", "-Wno-unknown-pragmas"]}
+    # torch.set_num_threads holds here too. The -fno-* let comparisons in loops vectorise.
+    flags = {
+        "cxx": ["-O3", "-fopenmp", "-fvisibility=hidden", "-fno-trapping-math", "-fno-math-errno"]
+    }
     if with_cuda:
         flags["nvcc"] = ["-O3", "-lineinfo"]
     build = CUDAExtension if with_cuda else CppExtension

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash_ext.ops.lm_head_topk.naive import lm_head_topk_naive
-
 __all__ = ["MAX_K", "lm_head_topk"]
 
 MAX_K = 1024
@@ -41,7 +39,7 @@ def lm_head_topk(
 
     Raises RuntimeError for shapes, dtypes, k or labels that do not fit.
     """
-    return lm_head_topk_naive(
+    return torch.ops.dflash_ext.lm_head_topk.default(
         hidden.detach(),
         weight.detach(),
         k,

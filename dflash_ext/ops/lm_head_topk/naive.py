@@ -30,7 +30,7 @@ def lm_head_topk_naive(
 
     # A stable descending sort keeps the lower index first among equals and puts NaN on top.
     found = min(k, valid)
-    values, indices = z[:, :valid].sort(-1, descending=True, stable=True)
+    values, indices = z[:, :valid].sort(dim=-1, descending=True, stable=True)
     values = torch.nn.functional.pad(values[:, :found], (0, k - found), value=float("-inf"))
     indices = torch.nn.functional.pad(indices[:, :found], (0, k - found), value=-1)
     lse = torch.logsumexp(z, -1)
