@@ -42,7 +42,7 @@ class MetricStream:
 
     def count(self, name: str, value: int | torch.Tensor) -> None:
         """Adds a number, or a 0-d integer tensor of the device, to the counter ``name``."""
-        self.acc[WORD[name]] += value
+        self.acc[WORD[name]].add_(value)
 
     def publish(self, step: int) -> None:
         """Sends off what ``acc`` holds as the record of optimizer step ``step``; zeroes ``acc``."""
@@ -74,7 +74,7 @@ class Metrics:
 
     Args:
         block_size: slots of a block.
-        lr_at: learning rate of the step that ends in optimizer step ``step``.
+        lr_at: learning rate by the step of a record.
     """
 
     def __init__(
