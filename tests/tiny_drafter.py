@@ -1,6 +1,9 @@
 """A drafter that has learnt part of a tiny target's greedy text, so that it accepts something."""
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -8,12 +11,35 @@ from torch.nn import functional as F
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec, FrozenHead
 from dflash_ext.greedy_text import greedy_tokens
 from dflash_ext.layout import BlockLayout
-from dflash_ext.target import Target
+from dflash_ext.target import Target, load_target
 
-PROMPTS = [list(b"Count from 3."), list(b"What is the time?"), list(b"ab"), list(b"On a hill")]
+PROMPTS = [list(b"Count from 3."), list(b"What is the time?"), list(b"ab")]
+MAX_NEW_TOKENS = 60
 
 
-def tiny_spec(target: Target, *, block_size: int = 8) -> DrafterSpec:
+@dataclass(frozen=True)
+class Bench:
+    """Target, its greedy text after each of PROMPTS (prompt included), and the drafter."""
+
+    target: Target
+    texts: list[list[int]]
+    drafter: DFlashDraftModel
+
+    @property
+    def head(self) -> FrozenHead:
+        return FrozenHead(self.target.embed_weight, self.target.head_weight)
+
+
+@functools.cache
+def bench(target_dir: Path) -> Bench:
+    """Made once for all test files."""
+    target = load_target(str(target_dir), dtype=torch.float32, device="cpu")
+    texts = [p + list(greedy_tokens(target.model, p, MAX_NEW_TOKENS, ())) for p in PROMPTS]
+    drafter = train_on(target, tiny_spec(target), texts, steps=110)
+    return Bench(target, texts, drafter)
+
+
+def tiny_spec(target: Target) -> DrafterSpec:
     """Three layers, full and sliding mixed; the window is shorter than the texts."""
     info = target.info
     return DrafterSpec(
@@ -27,22 +53,13 @@ def tiny_spec(target: Target, *, block_size: int = 8) -> DrafterSpec:
         rms_norm_eps=1e-5,
         rope_theta=7000.0,
         max_position_embeddings=512,
-        block_size=block_size,
+        block_size=8,
         mask_token_id=260,
         target_layer_ids=(0, 2, 4),
         num_target_layers=info.num_layers,
-        layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+        layer_types=("full_attention", "sliding_attention", "full_attention"),
         sliding_window=11,
     )
-
-
-def tiny_head(target: Target) -> FrozenHead:
-    return FrozenHead(target.embed_weight, target.head_weight)
-
-
-def greedy_texts(target: Target, tokens: int) -> list[list[int]]:
-    """Prompt and `tokens` greedy tokens without a stop token, for each of PROMPTS."""
-    return [p + list(greedy_tokens(target.model, p, tokens, ())) for p in PROMPTS]
 
 
 def capture(target: Target, layer_ids: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
@@ -60,7 +77,8 @@ def train_on(
     """A few steps of plain cross-entropy over every anchor of the texts, in turn."""
     model = DFlashDraftModel(spec)
     model.init_weights(seed=3)
-    head, layout = tiny_head(target), BlockLayout(spec.block_size)
+    head = FrozenHead(target.embed_weight, target.head_weight)
+    layout = BlockLayout(spec.block_size)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     inputs = []
     for text in texts:
