@@ -3,6 +3,7 @@
 import math
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -264,6 +265,29 @@ def test_concurrent_readers_share_out_every_count_once() -> None:
     for thread in readers:
         thread.join()
     assert sum(tokens + dropped for tokens, dropped in seen) == 2 * total
+
+
+def test_one_reader_at_a_time_in_the_streams() -> None:
+    class Stream:
+        dropped = 0
+        inside = 0
+        most = 0
+
+        def drain(self) -> list[tuple[int, list[int]]]:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            time.sleep(0.02)
+            self.inside -= 1
+            return []
+
+    stream = Stream()
+    collector = Metrics([stream], BLOCK)  # type: ignore[list-item]
+    readers = [threading.Thread(target=collector.get_metrics) for _ in range(4)]
+    for thread in readers:
+        thread.start()
+    for thread in readers:
+        thread.join()
+    assert stream.most == 1
 
 
 def test_formatting_happens_outside_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
