@@ -37,8 +37,9 @@ __all__ = [
     "target_info",
 ]
 
-# Embedding rows that published drafters of a family use as their mask token.
-FAMILY_MASK_TOKEN_ID = {"qwen3": 151669, "qwen3_5": 248070, "minimax": 200054}
+# Embedding rows that published drafters of a family use as their mask token, by the first prefix
+# of the model type that fits.
+FAMILY_MASK_TOKEN_ID = {"qwen3_5": 248070, "qwen3": 151669, "minimax": 200054}
 # Families whose embeddings are scaled by sqrt(hidden_size) without saying so in the config.
 SQRT_SCALED = ("gemma", "recurrent_gemma", "vaultgemma")
 
