@@ -1,4 +1,4 @@
-"""Builds dflash_ext._C: the CPU kernels always, the CUDA kernels where torch and a toolkit have CUDA.
+"""Builds dflash_ext._C: the CPU kernels always, CUDA kernels where torch and a toolkit have CUDA.
 
 DFLASH_CUDA=0|1 overrides that choice, CUDA_HOME names the toolkit and TORCH_CUDA_ARCH_LIST the
 architectures. Whether a GPU is visible never decides what is built.

@@ -21,8 +21,8 @@ class MetricRing {
   // Publishes record[words]; one thread.
   void push(const int64_t* record);
 
-  // Copies the oldest record that was not read yet to record[words]; false if there is none. Records
-  // that were overwritten in the meantime are skipped and counted. One thread.
+  // Copies the oldest record that was not read yet to record[words]; false if there is none.
+  // Records that were overwritten in the meantime are skipped and counted. One thread.
   bool pop(int64_t* record);
 
   // Records skipped by pop so far; any thread.

@@ -49,8 +49,8 @@ Outputs lm_head_topk_cpu(const at::Tensor& hidden, const at::Tensor& weight, int
   CHECK_SHAPE(weight, vocab, width);
   CHECK_SAME_DTYPE(weight, hidden);
   const auto dtype = hidden.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
-              "hidden: found ", dtype, ", want float, bfloat16 or half");
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "hidden: found ",
+              dtype, ", want float, bfloat16 or half");
   TORCH_CHECK(k >= 1 && k <= kMaxK, "k: found ", k, ", want 1 to ", kMaxK);
   TORCH_CHECK(vocab >= 1 && vocab <= std::numeric_limits<int32_t>::max(), "weight: found ", vocab,
               " rows, want 1 to 2^31 - 1");

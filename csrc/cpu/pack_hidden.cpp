@@ -62,8 +62,8 @@ void pack_hidden_cpu(at::TensorList layers, const at::Tensor& src_index, at::Ten
               capacity);
   const int64_t* index = src_index.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < rows; ++t) {
-    TORCH_CHECK(index[t] >= -1 && index[t] < batch * length, "src_index: found ", index[t],
-                " at ", t, ", want -1 to ", batch * length - 1);
+    TORCH_CHECK(index[t] >= -1 && index[t] < batch * length, "src_index: found ", index[t], " at ",
+                t, ", want -1 to ", batch * length - 1);
   }
 
   const int64_t item = out.element_size();

@@ -10,7 +10,7 @@ namespace dflash {
 constexpr int64_t kBlock = 64;
 
 struct RowMax {
-  float value;   // of the elements that are not NaN, -inf if there are none
+  float value;  // of the elements that are not NaN, -inf if there are none
   bool has_nan;
 };
 
