@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -95,10 +96,9 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = read_metrics(path) if start_step > 0 and path.exists() else []
         rows = [row for row in rows if row["step"] <= start_step]
-        temporary = path.with_suffix(".jsonl.tmp")
-        temporary.write_text("".join(_json_line(row) for row in rows))
-        temporary.replace(path)
-        self._file = path.open("r+b")
+        _replace_file(path, "".join(_json_line(row) for row in rows))
+        # Unbuffered: after a write that failed, nothing is left behind that a later one would add.
+        self._file = path.open("r+b", buffering=0)
         self._last = rows[-1] if rows else {"step": -1}
         self._end = self._file.seek(0, os.SEEK_END)
         self._start = self._end - len(_json_line(self._last).encode()) if rows else self._end
@@ -113,10 +113,11 @@ class MetricsFile:
         self._last = {"step": step, **row}
         self._file.seek(self._start)
         self._file.truncate()
+        self._end = self._start
         line = _json_line(self._last).encode()
-        self._file.write(line)
-        self._file.flush()
-        self._end = self._start + len(line)
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._end += len(line)
 
     def close(self) -> None:
         self._file.close()
@@ -145,13 +146,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def write_summary(run_dir: Path, summary: Row) -> None:
     """Writes ``run_dir/summary.json`` in one piece or not at all."""
-    temporary = run_dir / "summary.json.tmp"
-    with temporary.open("w") as file:
-        json.dump(_finite(summary), file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(run_dir / "summary.json")
+    _replace_file(run_dir / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
 
 
 def print_summary(summary: Row, console: Console | None = None) -> None:
@@ -199,6 +194,15 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d} h"
 
 
+def _replace_file(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 def _json_line(row: Row) -> str:
     return json.dumps(_finite(row)) + "\n"
 
@@ -232,12 +236,12 @@ class _Console:
                 refresh_per_second=4,
             )
             self._task = self._bar.add_task("", total=total_steps, completed=start_step, text="")
-            self._bar.start()
 
     def progress(self, step: int, row: Row) -> None:
         now = time.monotonic()
         text = "  ".join([*_describe(row), *self._left(step, now)])
         if self._bar is not None:
+            self._bar.start()
             self._bar.update(self._task, completed=step, text=text)
         elif now - self._last_line >= PLAIN_EVERY_S or step == self._total:
             self._last_line = now
