@@ -28,6 +28,27 @@ TORCH_LIBRARY(dflash_ext, m) {
   m.def("metric_publish(Tensor(a!) acc, Tensor(b!) staging, Tensor(c!) step) -> ()");
 
   // Drafter ops: draft_loss, block_attention.
+  m.def(
+      "draft_loss("
+      "Tensor hidden, "
+      "Tensor weight, "
+      "Tensor labels, "
+      "Tensor weights, "
+      "Tensor weight_sum, "
+      "Tensor rows, "
+      "Tensor n_rows, "
+      "Tensor? teacher_hidden=None, "
+      "Tensor? teacher_index=None, *, "
+      "float ce_weight=1.0, "
+      "float kl_weight=0.0, "
+      "float cap_lambda=0.0, "
+      "float? dpace_alpha=None, "
+      "float? softcap=None, "
+      "float logit_scale=1.0, "
+      "int chunk_rows=2048, "
+      "int? valid_vocab=None, "
+      "bool need_grad=True"
+      ") -> (Tensor loss, Tensor d_hidden, Tensor terms, Tensor rank, Tensor lse, Tensor used)");
 }
 
 namespace py = pybind11;

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from dflash_ext.ops.draft_loss.naive import draft_loss_stats_naive
+from dflash_ext.ops.draft_loss.naive import accumulate_dtype
+from dflash_ext.ops.metric_add import metric_add
 
 __all__ = ["draft_loss", "draft_loss_stats"]
 
@@ -38,15 +40,34 @@ def draft_loss_stats(
     outside rows[:n_rows] have terms and lse 0 and rank valid_vocab. Only loss has a gradient.
     """
     if kl != "forward":
-        raise ValueError(f"draft_loss: kl must be 'forward', got {kl!r}")
-    if kl_weight != 0 and (teacher_hidden is None or teacher_index is None):
-        raise ValueError("draft_loss: kl_weight != 0 needs teacher_hidden and teacher_index")
-    return draft_loss_stats_naive(
-        hidden, weight, labels, weights, weight_sum, rows, n_rows,
-        teacher_hidden=teacher_hidden, teacher_index=teacher_index, ce_weight=ce_weight,
-        kl_weight=kl_weight, cap_lambda=cap_lambda, dpace_alpha=dpace_alpha, softcap=softcap,
-        logit_scale=logit_scale, chunk_rows=chunk_rows, valid_vocab=valid_vocab,
-    )  # fmt: skip
+        raise ValueError(f"kl: found {kl!r}, want 'forward'")
+    if kl_weight == 0:
+        teacher_hidden = teacher_index = None
+    elif teacher_hidden is None or teacher_index is None:
+        raise ValueError("kl_weight: found a weight but no teacher_hidden and teacher_index")
+    if weight.requires_grad:
+        raise ValueError("weight: found requires_grad, want a frozen head")
+    loss, _, terms, rank, lse, used = torch.ops.dflash_ext.draft_loss.default(
+        hidden,
+        weight,
+        labels,
+        weights,
+        weight_sum,
+        rows,
+        n_rows,
+        None if teacher_hidden is None else teacher_hidden.detach(),
+        teacher_index,
+        ce_weight=ce_weight,
+        kl_weight=kl_weight,
+        cap_lambda=cap_lambda,
+        dpace_alpha=dpace_alpha,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        chunk_rows=chunk_rows,
+        valid_vocab=valid_vocab,
+        need_grad=hidden.requires_grad and torch.is_grad_enabled(),
+    )
+    return loss, terms, rank, lse, used
 
 
 def draft_loss(
@@ -89,14 +110,72 @@ def draft_loss(
     Raises ValueError for an unknown kl or a KL without teacher.
     """
     loss, terms, rank, _, used = draft_loss_stats(
-        hidden, weight, labels, weights, weight_sum, rows, n_rows,
-        teacher_hidden=teacher_hidden, teacher_index=teacher_index, ce_weight=ce_weight,
-        kl_weight=kl_weight, kl=kl, cap_lambda=cap_lambda, dpace_alpha=dpace_alpha,
-        softcap=softcap, logit_scale=logit_scale, chunk_rows=chunk_rows, valid_vocab=valid_vocab,
-    )  # fmt: skip
+        hidden,
+        weight,
+        labels,
+        weights,
+        weight_sum,
+        rows,
+        n_rows,
+        teacher_hidden=teacher_hidden,
+        teacher_index=teacher_index,
+        ce_weight=ce_weight,
+        kl_weight=kl_weight,
+        kl=kl,
+        cap_lambda=cap_lambda,
+        dpace_alpha=dpace_alpha,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        chunk_rows=chunk_rows,
+        valid_vocab=valid_vocab,
+    )
     if metrics is not None:
-        from dflash_ext.ops.metric_add import metric_add
-
-        seen = rank if measured else rank.new_empty(0, 0)
+        seen = rank if measured else rank.new_empty((0, 0))
         metric_add(metrics, seen, terms.float(), used.float())
     return loss
+
+
+@torch.library.register_fake("dflash_ext::draft_loss")
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    weight_sum: Tensor,
+    rows: Tensor,
+    n_rows: Tensor,
+    teacher_hidden: Tensor | None = None,
+    teacher_index: Tensor | None = None,
+    *,
+    need_grad: bool = True,
+    **options: object,
+) -> tuple[Tensor, ...]:
+    torch._check(hidden.dim() == 3, lambda: f"hidden: found {hidden.shape}, want [A, K, H]")
+    torch._check(weight.dim() == 2, lambda: f"weight: found {weight.shape}, want [V, H]")
+    blocks, block_size, width = hidden.shape
+    acc = accumulate_dtype(hidden.dtype)
+    return (
+        hidden.new_empty((), dtype=acc),
+        hidden.new_empty((blocks if need_grad else 0, block_size, width)),
+        hidden.new_empty((blocks, block_size, 4), dtype=acc),
+        hidden.new_empty((blocks, block_size), dtype=torch.int64),
+        hidden.new_empty((blocks, block_size), dtype=acc),
+        hidden.new_empty((blocks, block_size), dtype=acc),
+    )
+
+
+def _save_gradient(ctx, inputs, keyword_only_inputs, output) -> None:
+    # The gradient is made by the forward pass; everything but the loss is a by-product of it.
+    _, d_hidden, *statistics = output
+    ctx.mark_non_differentiable(d_hidden, *statistics)
+    ctx.save_for_backward(d_hidden)
+
+
+def _backward(ctx, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    (d_hidden,) = ctx.saved_tensors
+    return (d_hidden * grad_loss.to(d_hidden.dtype), *[None] * 8)
+
+
+torch.library.register_autograd(
+    "dflash_ext::draft_loss", _backward, setup_context=_save_gradient
+)

@@ -25,14 +25,15 @@ def row_terms(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> 
     """(ce, kl, cap, rank, lse), each [N], of rows of logits [N, V] and labels [N].
 
     rank counts the ids that come before the label in (value descending, index ascending) order,
-    so rank 0 is "the argmax is the label, ties going to the lowest index".
+    so rank 0 is "the argmax is the label, ties going to the lowest index"; rows with a logit that
+    is not finite have the last rank, V.
     """
     lse = torch.logsumexp(logits, -1)
     log_probs = logits - lse[:, None]
     label_logit = logits.gather(1, labels[:, None])
     ids = torch.arange(logits.shape[1], device=logits.device)
     before = (logits > label_logit) | ((logits == label_logit) & (ids < labels[:, None]))
-    rank = before.sum(-1)
+    rank = torch.where(lse.isfinite(), before.sum(-1), logits.shape[1])
     ce = -log_probs.gather(1, labels[:, None])[:, 0]
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     cap = torch.where(rank == 0, entropy, 0.0)
@@ -48,10 +49,12 @@ def dpace_weights(ce: Tensor, mask: Tensor, alpha: float) -> Tensor:
     """D-PACE (arXiv 2605.18810): w_j = sum over m >= j of C_m, from ce [A, K] and mask [A, K].
 
     C_j is the product over supervised i <= j of (1 - alpha) exp(-ce_i) + alpha; slots that are
-    not supervised neither scale the product nor add to a sum.
+    not supervised neither scale the product nor add to a sum. A NaN counts as no confidence (the
+    loss itself carries it), and a supervised slot keeps a weight > 0.
     """
-    confidence = torch.where(mask, (1 - alpha) * torch.exp(-ce) + alpha, 1.0)
-    prefix = torch.where(mask, confidence.cumprod(1), 0.0)
+    confidence = (1 - alpha) * torch.exp(-ce).nan_to_num(nan=0.0) + alpha
+    prefix = torch.where(mask, confidence, 1.0).cumprod(1)
+    prefix = torch.where(mask, prefix.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
     return torch.where(mask, prefix.flip(1).cumsum(1).flip(1), 0.0)
 
 
@@ -122,8 +125,8 @@ def draft_loss_stats_naive(
     used = weights.to(dtype)
     if dpace_alpha is not None:
         used = dpace_weights(all_terms[..., 1].detach(), weights > 0, dpace_alpha)
-    weighted = torch.where(used > 0, used * all_terms[..., 0], 0.0)
-    loss = weighted.sum() / weight_sum.to(dtype).clamp_min(torch.finfo(torch.float32).tiny)
+    weighted = torch.where(used != 0, used * all_terms[..., 0], 0.0)
+    loss = weighted.sum() * torch.where(weight_sum > 0, 1 / weight_sum.to(dtype), 0.0)
     return (
         loss,
         all_terms.detach(),

@@ -1,0 +1,363 @@
+// Tasks of rows run in parallel, each on its own buffer of logits: GEMM with the head, the row
+// kernels (statistics, gradient in place), GEMM back. Weights are applied to the finished gradient
+// rows, since D-PACE knows them only once a block's last row is done.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "isa.h"
+#include "switch.h"
+
+namespace dflash {
+namespace {
+
+constexpr int64_t kRowPad = 32;
+constexpr double kPadding = -1e30;  // finite: e^u * u must be 0 there, not NaN
+// More rows than this per task make the GEMMs no faster, only the buffer larger.
+constexpr int64_t kTaskRows = 256;
+// Heads in another dtype than the accumulator are converted in tiles of this many rows.
+constexpr int64_t kVocabTile = 4096;
+
+struct RowShape {
+  int64_t width, padded;
+};
+
+struct RowOptions {
+  double ce_weight, kl_weight, cap_lambda;
+  double softcap;  // 0: none
+  bool need_grad;
+};
+
+struct TeacherRow {
+  double sum = 1, negative_entropy = 0;
+};
+
+struct RowGradient {
+  double sum, entropy, softcap;
+  double own, cap, teacher;  // coefficients of the drafter's p, of its entropy, of the teacher's E
+};
+
+struct RowResult {
+  double ce, kl, cap, lse;
+  double scale = 0;
+  int64_t rank;
+};
+
+namespace baseline {
+#include "simd.inl"
+#include "draft_loss_rows.inl"
+}  // namespace baseline
+#ifdef DFLASH_HAS_AVX2
+DFLASH_AVX2_BEGIN
+namespace avx2 {
+#include "simd.inl"
+#include "draft_loss_rows.inl"
+}  // namespace avx2
+DFLASH_AVX2_END
+#endif
+
+// weight[:V] as tiles in acc_t; the whole head in place if it already has that type.
+template <typename acc_t>
+class Head {
+ public:
+  Head(const at::Tensor& weight, int64_t vocab)
+      : weight_(weight.narrow(0, 0, vocab)), direct_(weight.scalar_type() == kType) {
+    if (!direct_) buffer_ = at::empty({std::min(vocab, kVocabTile), weight.size(1)}, kType);
+  }
+
+  // logits[n, :V] = states @ weight.T
+  void project(const at::Tensor& states, at::Tensor logits) {
+    for_each_tile([&](const at::Tensor& tile, int64_t begin) {
+      at::Tensor out = logits.narrow(1, begin, tile.size(0));
+      at::mm_out(out, states, tile.t());
+    });
+  }
+
+  // gradient = d_logits[n, :V] @ weight
+  void project_back(const at::Tensor& d_logits, at::Tensor gradient) {
+    for_each_tile([&](const at::Tensor& tile, int64_t begin) {
+      const at::Tensor part = d_logits.narrow(1, begin, tile.size(0));
+      if (begin == 0) {
+        at::mm_out(gradient, part, tile);
+      } else {
+        at::addmm_out(gradient, gradient, part, tile);
+      }
+    });
+  }
+
+ private:
+  static constexpr at::ScalarType kType = c10::CppTypeToScalarType<acc_t>::value;
+
+  template <typename F>
+  void for_each_tile(const F& use) {
+    const int64_t vocab = weight_.size(0);
+    const int64_t step = direct_ ? vocab : kVocabTile;
+    for (int64_t begin = 0; begin < vocab; begin += step) {
+      const int64_t rows = std::min(step, vocab - begin);
+      at::Tensor tile = weight_.narrow(0, begin, rows);
+      if (!direct_) tile = buffer_.narrow(0, 0, rows).copy_(tile);
+      use(tile, begin);
+    }
+  }
+
+  at::Tensor weight_, buffer_;
+  bool direct_;
+};
+
+struct Rows {
+  at::Tensor states, teacher_states;      // [n, H], in the inputs' dtype
+  std::vector<int64_t> slots, labels;     // [n]
+  std::vector<RowResult> results;         // [n]
+  at::Tensor gradient;                    // [n, H] in acc_t, not weighted yet; or undefined
+};
+
+template <typename acc_t>
+void run_task(Rows& rows, int64_t begin, int64_t end, const at::Tensor& weight, int64_t vocab,
+              const RowOptions& options, double logit_scale, at::Tensor& logits,
+              at::Tensor& teacher_logits) {
+  constexpr at::ScalarType kType = c10::CppTypeToScalarType<acc_t>::value;
+  const int64_t count = end - begin;
+  const RowShape shape{vocab, logits.size(1)};
+  Head<acc_t> head(weight, vocab);
+  const auto project = [&](const at::Tensor& states, const at::Tensor& out) {
+    at::Tensor scaled = states.narrow(0, begin, count).to(kType);
+    if (logit_scale != 1) scaled = scaled * logit_scale;
+    head.project(scaled, out.narrow(0, 0, count));
+  };
+  project(rows.states, logits);
+  const bool with_teacher = rows.teacher_states.defined();
+  if (with_teacher) project(rows.teacher_states, teacher_logits);
+
+  const auto teacher_row = KERNEL(teacher_row<acc_t>);
+  const auto student_row = KERNEL(student_row<acc_t>);
+  for (int64_t i = 0; i < count; ++i) {
+    acc_t* z = logits.mutable_data_ptr<acc_t>() + i * shape.padded;
+    acc_t* teacher = nullptr;
+    TeacherRow stats;
+    if (with_teacher) {
+      teacher = teacher_logits.mutable_data_ptr<acc_t>() + i * shape.padded;
+      stats = teacher_row(teacher, shape, options.softcap);
+    }
+    rows.results[begin + i] =
+        student_row(z, shape, rows.labels[begin + i], teacher, stats, options);
+  }
+  if (!options.need_grad) return;
+  head.project_back(logits.narrow(0, 0, count).narrow(1, 0, vocab),
+                    rows.gradient.narrow(0, begin, count));
+}
+
+template <typename acc_t>
+void run_tasks(Rows& rows, const at::Tensor& weight, int64_t vocab, const RowOptions& options,
+               double logit_scale, int64_t chunk_rows) {
+  constexpr at::ScalarType kType = c10::CppTypeToScalarType<acc_t>::value;
+  const int64_t count = rows.slots.size(), threads = at::get_num_threads();
+  const int64_t limit = std::max<int64_t>(1, std::min(kTaskRows, chunk_rows / threads));
+  const int64_t workers = std::min(threads, chunk_rows);
+  const int64_t rounds = (count + limit * workers - 1) / (limit * workers);
+  const int64_t tasks = rounds * workers;
+  const int64_t task_rows = (count + tasks - 1) / tasks;
+  const int64_t padded = (vocab + kRowPad - 1) / kRowPad * kRowPad;
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
+    at::NoGradGuard no_grad;
+    at::Tensor logits = at::empty({task_rows, padded}, kType);
+    at::Tensor teacher_logits;
+    if (rows.teacher_states.defined()) teacher_logits = at::empty({task_rows, padded}, kType);
+    for (int64_t begin; (begin = next.fetch_add(task_rows)) < count;) {
+      run_task<acc_t>(rows, begin, std::min(begin + task_rows, count), weight, vocab, options,
+                      logit_scale, logits, teacher_logits);
+    }
+  });
+}
+
+// D-PACE (arXiv 2605.18810): w_j = sum over m >= j of C_m, with C_j the product over supervised
+// i <= j of (1 - alpha) e^-ce + alpha. A NaN counts as no confidence: the loss itself carries it.
+void dpace_block(const double* ce, double* weights, int64_t block_size, double alpha) {
+  constexpr double kTiny = std::numeric_limits<float>::min();  // a supervised slot stays one
+  double prefix = 1;
+  for (int64_t k = 0; k < block_size; ++k) {
+    if (weights[k] <= 0) continue;
+    const double confidence = std::exp(-ce[k]);
+    prefix *= (1 - alpha) * (confidence >= 0 ? confidence : 0) + alpha;
+    weights[k] = std::max(prefix, kTiny);
+  }
+  double sum = 0;
+  for (int64_t k = block_size - 1; k >= 0; --k) {
+    if (weights[k] <= 0) continue;
+    sum += weights[k];
+    weights[k] = sum;
+  }
+}
+
+// The rows to project, with their labels and teacher states; all indices are checked.
+Rows select_rows(const at::Tensor& hidden, const at::Tensor& labels, const at::Tensor& rows,
+                 int64_t n_rows, int64_t vocab, const std::optional<at::Tensor>& teacher_hidden,
+                 const std::optional<at::Tensor>& teacher_index) {
+  TORCH_CHECK(n_rows >= 0 && n_rows <= rows.size(0), "n_rows: found ", n_rows, ", want 0 to ",
+              rows.size(0));
+  const int64_t slots = labels.numel();
+  const at::Tensor flat_labels = labels.contiguous();
+  const at::Tensor picked = rows.narrow(0, 0, n_rows).contiguous();
+  const int64_t* label = flat_labels.const_data_ptr<int64_t>();
+  const int64_t* row = picked.const_data_ptr<int64_t>();
+  Rows result;
+  for (int64_t i = 0; i < n_rows; ++i) {
+    TORCH_CHECK_INDEX(row[i] >= 0 && row[i] < slots, "rows: found ", row[i], " at ", i,
+                      ", want 0 to ", slots - 1);
+    TORCH_CHECK_INDEX(label[row[i]] >= 0 && label[row[i]] < vocab, "labels: found ",
+                      label[row[i]], " in slot ", row[i], ", want 0 to ", vocab - 1);
+    result.slots.push_back(row[i]);
+    result.labels.push_back(label[row[i]]);
+  }
+  result.results.resize(n_rows);
+  result.states = hidden.reshape({slots, hidden.size(2)}).index_select(0, picked);
+  if (teacher_hidden.has_value()) {
+    // index_select checks the range.
+    const at::Tensor index = teacher_index->reshape({-1}).index_select(0, picked);
+    result.teacher_states = teacher_hidden->index_select(0, index);
+  }
+  return result;
+}
+
+struct LossOptions {
+  RowOptions row;
+  std::optional<double> dpace_alpha;
+  double logit_scale;
+  int64_t chunk_rows;
+};
+
+using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+template <typename scalar_t, typename acc_t>
+Outputs draft_loss_impl(const at::Tensor& hidden, const at::Tensor& weight, int64_t vocab,
+                        const at::Tensor& weights, double weight_sum, Rows rows,
+                        const LossOptions& options) {
+  const at::TensorOptions acc = hidden.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
+  const int64_t blocks = hidden.size(0), block_size = hidden.size(1), width = hidden.size(2);
+  const int64_t count = rows.slots.size(), slots = blocks * block_size;
+  const RowOptions& o = options.row;
+  if (o.need_grad) rows.gradient = at::empty({count, width}, acc);
+  if (count > 0) {
+    run_tasks<acc_t>(rows, weight, vocab, o, options.logit_scale, options.chunk_rows);
+  }
+
+  at::Tensor terms = at::zeros({blocks, block_size, 4}, acc);
+  at::Tensor rank = at::full({blocks, block_size}, vocab, hidden.options().dtype(at::kLong));
+  at::Tensor lse = at::zeros({blocks, block_size}, acc);
+  std::vector<double> loss_of(slots, 0.0), ce_of(slots, 0.0);
+  for (int64_t i = 0; i < count; ++i) {
+    const RowResult& r = rows.results[i];
+    const int64_t slot = rows.slots[i];
+    ce_of[slot] = r.ce;
+    loss_of[slot] = o.ce_weight * r.ce + o.kl_weight * r.kl + o.cap_lambda * r.cap;
+    acc_t* term = terms.mutable_data_ptr<acc_t>() + slot * 4;
+    term[0] = loss_of[slot], term[1] = r.ce, term[2] = r.kl, term[3] = r.cap;
+    rank.mutable_data_ptr<int64_t>()[slot] = r.rank;
+    lse.mutable_data_ptr<acc_t>()[slot] = r.lse;
+  }
+
+  at::Tensor used = weights.to(at::kDouble).contiguous().clone();
+  double* w = used.mutable_data_ptr<double>();
+  if (options.dpace_alpha.has_value()) {
+    for (int64_t begin = 0; begin < slots; begin += block_size) {
+      dpace_block(ce_of.data() + begin, w + begin, block_size, *options.dpace_alpha);
+    }
+  }
+  const double inverse = weight_sum > 0 ? 1 / weight_sum : 0;
+  double loss = 0;
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    if (w[slot] != 0) loss += w[slot] * loss_of[slot];
+  }
+
+  at::Tensor d_hidden = at::zeros({o.need_grad ? blocks : 0, block_size, width}, hidden.options());
+  if (o.need_grad && count > 0) {
+    const acc_t* from = rows.gradient.const_data_ptr<acc_t>();
+    scalar_t* to = d_hidden.mutable_data_ptr<scalar_t>();
+    at::parallel_for(0, count, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t slot = rows.slots[i];
+        if (w[slot] == 0) continue;
+        const acc_t factor =
+            w[slot] * inverse * options.logit_scale * rows.results[i].scale;
+        for (int64_t h = 0; h < width; ++h) to[slot * width + h] = from[i * width + h] * factor;
+      }
+    });
+  }
+  return {at::full({}, loss * inverse, acc), d_hidden, terms, rank, lse, used.to(acc.dtype())};
+}
+
+Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight,
+                       const at::Tensor& labels, const at::Tensor& weights,
+                       const at::Tensor& weight_sum, const at::Tensor& rows,
+                       const at::Tensor& n_rows, const std::optional<at::Tensor>& teacher_hidden,
+                       const std::optional<at::Tensor>& teacher_index, double ce_weight,
+                       double kl_weight, double cap_lambda, std::optional<double> dpace_alpha,
+                       std::optional<double> softcap, double logit_scale, int64_t chunk_rows,
+                       std::optional<int64_t> valid_vocab, bool need_grad) {
+  CHECK_CPU(hidden);
+  CHECK_FLOATING(hidden);
+  CHECK_DIM(hidden, 3);
+  const int64_t blocks = hidden.size(0), block_size = hidden.size(1), width = hidden.size(2);
+  CHECK_CPU(weight);
+  CHECK_SAME_DTYPE(weight, hidden);
+  CHECK_SHAPE(weight, weight.size(0), width);
+  CHECK_CPU(labels);
+  CHECK_DTYPE(labels, at::kLong);
+  CHECK_SHAPE(labels, blocks, block_size);
+  CHECK_CPU(weights);
+  CHECK_FLOATING(weights);
+  CHECK_SHAPE(weights, blocks, block_size);
+  CHECK_CPU(weight_sum);
+  CHECK_SHAPE(weight_sum);
+  CHECK_CPU(rows);
+  CHECK_DTYPE(rows, at::kLong);
+  CHECK_DIM(rows, 1);
+  CHECK_CPU(n_rows);
+  CHECK_DTYPE(n_rows, at::kLong);
+  CHECK_SHAPE(n_rows);
+  TORCH_CHECK(teacher_hidden.has_value() == teacher_index.has_value() &&
+                  teacher_hidden.has_value() == (kl_weight != 0),
+              "teacher_hidden, teacher_index: want both with kl_weight != 0, else none");
+  if (teacher_hidden.has_value()) {
+    CHECK_SAME_DTYPE(*teacher_hidden, hidden);
+    CHECK_SHAPE(*teacher_hidden, teacher_hidden->size(0), width);
+    CHECK_DTYPE(*teacher_index, at::kLong);
+    CHECK_SHAPE(*teacher_index, blocks, block_size);
+  }
+  TORCH_CHECK(!softcap.has_value() || *softcap > 0, "softcap: found ", *softcap, ", want > 0");
+  TORCH_CHECK(chunk_rows >= 1, "chunk_rows: found ", chunk_rows, ", want at least 1");
+  const int64_t vocab = valid_vocab.value_or(weight.size(0));
+  TORCH_CHECK(vocab >= 1 && vocab <= weight.size(0), "valid_vocab: found ", vocab,
+              ", want 1 to V = ", weight.size(0));
+
+  const LossOptions options{{ce_weight, kl_weight, cap_lambda, softcap.value_or(0), need_grad},
+                            dpace_alpha, logit_scale, chunk_rows};
+  Rows picked = select_rows(hidden, labels, rows, *n_rows.const_data_ptr<int64_t>(), vocab,
+                            teacher_hidden, teacher_index);
+  const double denominator = weight_sum.item<double>();
+  Outputs outputs;
+  FLOAT_SWITCH(hidden.scalar_type(), "draft_loss", [&] {
+    using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+    outputs = draft_loss_impl<scalar_t, acc_t>(hidden, weight, vocab, weights, denominator,
+                                               std::move(picked), options);
+  });
+  return outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(dflash_ext, CPU, m) { m.impl("draft_loss", &draft_loss_cpu); }
+
+}  // namespace dflash
