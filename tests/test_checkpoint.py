@@ -258,6 +258,13 @@ def test_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         manager(tmp_path).load()
 
 
+def test_truncation_is_named_as_such(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    truncate(tmp_path / "checkpoints" / "step_00000001")
+    with pytest.raises(UserError, match="tensors.safetensors: found 100 bytes, want"):
+        manager(tmp_path).load()
+
+
 # Accidents while saving
 
 
