@@ -1,7 +1,8 @@
-"""Builds dflash_ext._C: the CPU kernels always, CUDA kernels where torch and a toolkit have CUDA.
+import resource
 
 import pytest
 import torch
+
 from dflash_ext import ops
 from dflash_ext.ops.lm_head_topk import MAX_K
 from dflash_ext.ops.lm_head_topk.naive import lm_head_topk_naive

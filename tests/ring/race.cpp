@@ -1,0 +1,67 @@
+// One thread publishes records to a MetricRing while another reads them: no record may be torn,
+// repeated or out of order, and those that the reader missed must be counted.
+// usage: race PUBLISHES SLOTS WORDS PAUSE   (the reader pauses after each PAUSE records, 0: never)
+#include <chrono>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "metric_ring.h"
+
+namespace {
+
+int64_t word(int64_t record, int64_t i) {
+  return static_cast<int64_t>((record + 1) * 0x9e3779b97f4a7c15ull) ^ i;
+}
+
+[[noreturn]] void fail(const char* what, int64_t record) {
+  std::printf("FAILED: %s at record %" PRId64 "\n", what, record);
+  std::exit(1);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 5) return 2;
+  const int64_t publishes = std::atoll(argv[1]), slots = std::atoll(argv[2]),
+                words = std::atoll(argv[3]), pause = std::atoll(argv[4]);
+  dflash::MetricRing ring(slots, words);
+  // Ordinary memory that push must make visible to whoever pops the record.
+  std::vector<int64_t> note(publishes, -1);
+
+  std::thread publisher([&] {
+    std::vector<int64_t> record(words);
+    for (int64_t n = 0; n < publishes; ++n) {
+      record[0] = n;
+      for (int64_t i = 1; i < words; ++i) record[i] = word(n, i);
+      note[n] = word(n, 0);
+      ring.push(record.data());
+    }
+  });
+
+  std::vector<int64_t> record(words);
+  int64_t last = -1, read = 0;
+  while (last < publishes - 1) {
+    if (!ring.pop(record.data())) {
+      std::this_thread::yield();
+      continue;
+    }
+    const int64_t n = record[0];
+    if (n <= last) fail("repeated or out of order", n);
+    if (n >= publishes) fail("never published", n);
+    for (int64_t i = 1; i < words; ++i) {
+      if (record[i] != word(n, i)) fail("torn", n);
+    }
+    if (note[n] != word(n, 0)) fail("stale", n);
+    last = n;
+    ++read;
+    if (ring.dropped() + read != n + 1) fail("miscounted", n);
+    if (pause > 0 && read % pause == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  publisher.join();
+  if (ring.pop(record.data())) fail("read after the last", record[0]);
+  std::printf("read %" PRId64 " dropped %" PRId64 "\n", read, ring.dropped());
+  return 0;
+}
