@@ -19,7 +19,7 @@ from typing import Any
 from dflash_ext.config import UserError
 
 QUEUE_ROWS = 1000
-INIT_TIMEOUT_S = 60.0
+INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 30.0
 
 
