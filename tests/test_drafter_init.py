@@ -1,5 +1,6 @@
 """A drafter next to its target: starting weights, configured sizes, nothing seen of the future."""
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -99,7 +100,12 @@ def test_from_target_without_context_is_the_targets_stack(qwen3):
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
 def test_from_target_without_qk_norms_keeps_the_size_of_logits(llama):
+    llama = Target(copy.deepcopy(llama.model), llama.info)
+    for layer in llama.layers:
+        layer.self_attn.q_proj.weight *= 3.0
+        layer.self_attn.k_proj.weight *= 0.3
     model = DFlashDraftModel(spec_for(llama, (1, 3), num_layers=2))
     model.init_from_target(llama)
     ids = torch.randint(256, (40,))

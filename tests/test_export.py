@@ -96,6 +96,7 @@ def test_every_reader_resolves_what_was_trained(spec, tmp_path):
     for read in (read_like_zlab, read_like_vllm, read_like_sglang):
         assert read(config) == want, read.__name__
     assert config["block_size"] == config["dflash_config"]["block_size"]
+    assert config.get("is_causal") == config["dflash_config"].get("causal") == spec.causal
 
 
 def test_config_states_everything_an_engine_reads(tmp_path):
