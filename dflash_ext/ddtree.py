@@ -26,7 +26,7 @@ def path_pops(logprobs: Sequence[Sequence[float]], path: Sequence[int], budget: 
     if not path or not logprobs:
         return pops
     path = tuple(path)
-    heap = [(-logprobs[0][0], (0,))]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-logprobs[0][0], (0,))]
     for count in range(budget):
         if not heap:
             break

@@ -258,6 +258,10 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> None:
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens: found {args.max_new_tokens}, want at least 1")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise UserError(
+            f"--json: {args.json}: found no such folder, want a file in an existing one"
+        )
     result = evaluate(
         args.drafter,
         args.target,
@@ -276,11 +280,8 @@ def _run(args: argparse.Namespace) -> None:
 
 def _write_json(path: Path, result: dict[str, Any]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_text(json.dumps(result, indent=1) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"--json: {path}: found {error.strerror}, want a writable file") from error
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -80,12 +80,14 @@ def test_stored_texts_serve_lower_limits(
     assert not list(cache.rglob("*.tmp"))
 
 
-def test_fingerprint_knows_the_weights_not_the_place(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_fingerprint_knows_the_weights_not_the_place(
+    bench: tiny_drafter.Bench, tmp_path: Path
+) -> None:
     def fingerprint(folder: Path, dtype: str = "float32") -> str:
         return weights_fingerprint(load_target(str(folder), dtype=dtype, device="cpu").model)
 
-    copied = shutil.copytree(tiny_target_dir, tmp_path / "copy")
-    first = fingerprint(tiny_target_dir)
+    copied = shutil.copytree(bench.folder, tmp_path / "copy")
+    first = fingerprint(bench.folder)
     assert fingerprint(copied) == first
     assert fingerprint(copied, "bfloat16") != first
     model = load_target(str(copied), dtype="float32", device="cpu").model
@@ -110,7 +112,6 @@ def test_given_text_ends_where_decoding_would() -> None:
 def test_command(
     bench: tiny_drafter.Bench,
     export: Path,
-    tiny_target_dir: Path,
     tiny_jsonl: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +119,7 @@ def test_command(
 ) -> None:
     data = tiny_jsonl([row(prompt, [1, 2, 3]) for prompt in tiny_drafter.PROMPTS])
     out = tmp_path / "out.json"
-    command = ["--drafter", export, "--target", tiny_target_dir, "--data", data, "--json", out]
+    command = ["--drafter", export, "--target", bench.folder, "--data", data, "--json", out]
     command += ["--max_new_tokens", LIMIT]
     assert evaluate.main(list(map(str, command))) == 0
     result = json.loads(out.read_text())
@@ -146,7 +147,8 @@ def test_command(
     assert evaluate.main([*map(str, command[:-2]), "--trust_text"]) == 0
     assert json.loads(out.read_text()) == result
 
-    answers[1][7] = (answers[1][7] + 1) % 250
+    place = len(tiny_drafter.PROMPTS[1]) + 7
+    rows[1]["input_ids"][place] = (rows[1]["input_ids"][place] + 1) % 250
     command[5] = tiny_jsonl(rows, name="changed.jsonl")
     assert evaluate.main([*map(str, command[:-2]), "--trust_text"]) == 0
     # Not the argmax itself, and the target would go on differently after it.
@@ -155,12 +157,12 @@ def test_command(
 
 
 def test_conversations(
-    export: Path, tiny_target_dir: Path, tiny_jsonl: Callable[..., Path]
+    export: Path, bench: tiny_drafter.Bench, tiny_jsonl: Callable[..., Path]
 ) -> None:
     """Chat rows: the prompt is all that precedes the last answer."""
-    result = evaluate.evaluate(export, str(tiny_target_dir), tiny_jsonl(n=2), max_new_tokens=8)
+    result = evaluate.evaluate(export, str(bench.folder), tiny_jsonl(n=2), max_new_tokens=8)
     assert [sum(lengths) for lengths in result["per_prompt"]] == [7, 7]
-    result = evaluate.evaluate(export, str(tiny_target_dir), tiny_jsonl(n=2), trust_text=True)
+    result = evaluate.evaluate(export, str(bench.folder), tiny_jsonl(n=2), trust_text=True)
     assert result["not_argmax_share"] > 0.5  # the target is random, the answers are English
 
 
@@ -180,11 +182,11 @@ def test_bad_input_is_one_line(
     change: dict[str, str],
     message: str,
     export: Path,
-    tiny_target_dir: Path,
+    bench: tiny_drafter.Bench,
     tiny_jsonl: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = {"--drafter": export, "--target": tiny_target_dir, "--data": tiny_jsonl(n=1)}
+    options = {"--drafter": export, "--target": bench.folder, "--data": tiny_jsonl(n=1)}
     options |= {"--max_new_tokens": "2"} | change
     assert evaluate.main([str(x) for item in options.items() for x in item]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
@@ -194,7 +196,6 @@ def test_bad_input_is_one_line(
 def test_a_drafter_of_another_target(
     bench: tiny_drafter.Bench,
     export: Path,
-    tiny_target_dir: Path,
     tmp_path: Path,
     tiny_jsonl: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
@@ -204,6 +205,6 @@ def test_a_drafter_of_another_target(
     config["num_target_layers"] = config["dflash_config"]["num_target_layers"] = 9
     (other / "config.json").write_text(json.dumps(config))
     data = tiny_jsonl(n=1)
-    options = ["--drafter", other, "--target", tiny_target_dir, "--data", data]
+    options = ["--drafter", other, "--target", bench.folder, "--data", data]
     assert evaluate.main(list(map(str, options))) == 2
     assert "num_target_layers: found 9, want the target's 6" in capsys.readouterr().err
