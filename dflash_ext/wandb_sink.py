@@ -146,9 +146,12 @@ def _import_wandb(mode: str, folder: Path) -> ModuleType:
         raise UserError(
             f"log.wandb: found {mode} without wandb, want pip install 'dflash-ext[wandb]'"
         ) from None
-    if mode == "online" and not wandb.login(prompt=False, verify=False):
-        raise UserError(
-            "log.wandb: found online without credentials, want WANDB_API_KEY, `wandb login`, "
-            "or log.wandb=offline"
-        )
+    if mode == "online":
+        # A login that is not silent asks the server for the user's name, and waits for it.
+        wandb.setup(wandb.Settings(silent=True))
+        if not wandb.login(prompt=False, verify=False):
+            raise UserError(
+                "log.wandb: found online without credentials, want WANDB_API_KEY, `wandb login`, "
+                "or log.wandb=offline"
+            )
     return wandb

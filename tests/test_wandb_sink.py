@@ -22,7 +22,7 @@ from dflash_ext.wandb_sink import WandbSink
 # -- the real thing, in a process of its own: W&B keeps global state ------------------------------
 
 PROGRAM = """
-    import functools, sys, time
+    import functools, os, sys, time
     from pathlib import Path
     from dflash_ext import logger
     from dflash_ext.config import Config, run_command
@@ -43,7 +43,9 @@ PROGRAM = """
         print("slowest", slowest)
         return 0
 
-    sys.exit(run_command(main))
+    code = run_command(main)
+    sys.stdout.flush()
+    os._exit(code)  # as the train command does: W&B's exit hook waits for the server
 """
 
 
