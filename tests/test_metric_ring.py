@@ -127,31 +127,30 @@ def counts(result):
     return int(read), int(dropped)
 
 
-@pytest.mark.parametrize(("slots", "words", "pause"), [(2, 83, 0), (8, 17, 64), (64, 83, 1000)])
-def test_race(tmp_path, slots, words, pause):
-    read, dropped = counts(race(tmp_path, [], MILLION, slots, words, pause))
+@pytest.mark.parametrize(("slots", "words"), [(2, 83), (4, 9), (64, 83)])
+def test_race(tmp_path, slots, words):
+    read, dropped = counts(race(tmp_path, [], MILLION, slots, words))
     assert read + dropped == MILLION
-    assert read > 0
-    if pause:
-        assert dropped > 0
+    assert read > 10_000
+    assert dropped > 10_000
 
 
 def test_race_with_room_for_all(tmp_path):
-    assert counts(race(tmp_path, [], 50_000, 50_000, 5, 100)) == (50_000, 0)
+    assert counts(race(tmp_path, [], 50_000, 50_000, 5)) == (50_000, 0)
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_race_under_a_sanitizer(tmp_path, sanitizer):
     flags = [f"-fsanitize={sanitizer}"]
     need_sanitizer(tmp_path, flags)
-    read, dropped = counts(race(tmp_path, flags, MILLION, 4, 9, 64))
+    read, dropped = counts(race(tmp_path, flags, MILLION, 4, 9))
     assert read + dropped == MILLION
-    assert dropped > 0
+    assert read > 10_000
 
 
 def test_the_race_is_seen_without_the_ordering(tmp_path):
     flags = ["-fsanitize=thread"]
     need_sanitizer(tmp_path, flags)
-    result = race(tmp_path, [*flags, "-DDFLASH_RING_UNORDERED"], MILLION, 4, 9, 64)
+    result = race(tmp_path, [*flags, "-DDFLASH_RING_UNORDERED"], MILLION, 4, 9)
     assert result.returncode != 0
     assert "data race" in result.stderr
