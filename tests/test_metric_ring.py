@@ -104,7 +104,11 @@ def compile_and_run(folder, source, flags, arguments=()):
     if built.returncode:
         return built
     return subprocess.run(
-        [*runner(), str(program), *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [*runner(), str(program), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"},
     )
 
 
