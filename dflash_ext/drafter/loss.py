@@ -156,7 +156,7 @@ def train_batch(
         stats = [objective.stats(model, head, ctx_kv, plan, last_hidden)]
         stats[0].loss.backward()
     else:
-        leaves = [(_leaf(k), _leaf(v)) for k, v in ctx_kv]
+        leaves = [(context_leaf(k), context_leaf(v)) for k, v in ctx_kv]
         stats = []
         for start in range(0, total, group):
             part = plan_group(plan, start, min(start + group, total))
@@ -168,7 +168,7 @@ def train_batch(
     return torch.stack([s.loss.detach() for s in stats]).sum()
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def context_leaf(tensor: Tensor) -> Tensor:
     """A copy-free leaf that adds up the gradients of all groups, in fp32 at least."""
     leaf = tensor.detach().requires_grad_()
     if tensor.dtype != torch.float64:
