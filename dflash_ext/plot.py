@@ -1,4 +1,4 @@
-"""Draws loss and acceptance over the steps of runs.
+"""Draws loss and acceptance of runs over their steps.
 
 python -m dflash_ext.plot --run runs/X [runs/Y ...] --out FILE.png
 """
@@ -14,6 +14,24 @@ from dflash_ext.logger import read_metrics
 
 Rows = list[dict[str, Any]]
 
+# Okabe and Ito's palette: told apart by colour-blind readers, too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": "#333333",
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "xtick.color": "#555555",
+    "ytick.color": "#555555",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "font.size": 10,
+}
+
 
 def series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
     """Steps and values of the rows that have ``key``."""
@@ -22,7 +40,11 @@ def series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
 
 
 def plot_runs(runs: dict[str, Rows], out: Path) -> None:
-    """Writes a picture of two panels, loss and acceptance, one colour per run."""
+    """Writes a picture of two panels, loss and acceptance; every run has its colour.
+
+    Raises:
+        UserError: matplotlib is missing, or does not know the type of ``out``.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -30,29 +52,83 @@ def plot_runs(runs: dict[str, Rows], out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name, rows in runs.items():
-        left.plot(*series(rows, "loss"), label=name)
-        right.plot(*series(rows, "eval_accept_len"), marker="o", label=name)
-    figure.savefig(out, dpi=150)
-    plt.close(figure)
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+        figure.get_layout_engine().set(wspace=0.06)
+        draw_loss(left, runs)
+        draw_acceptance(right, runs)
+        if len(runs) > 1:
+            left.legend()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            figure.savefig(out, dpi=150)
+        except ValueError as error:
+            raise UserError(f"--out: found {out}, want a picture's name: {error}") from None
+        finally:
+            plt.close(figure)
+
+
+def draw_loss(axes: Any, runs: dict[str, Rows]) -> None:
+    """Training loss of the logged steps."""
+    for colour, (name, rows) in zip(_colours(runs), runs.items(), strict=True):
+        axes.plot(*series(rows, "loss"), color=colour, label=name)
+    axes.set(title=_title("Training loss", runs), xlabel="optimizer step", ylabel="loss")
+
+
+def draw_acceptance(axes: Any, runs: dict[str, Rows]) -> None:
+    """Acceptance length of the evaluations (left scale), accuracy of the batches (right scale)."""
+    accuracy = axes.twinx()
+    accuracy.spines["right"].set_visible(True)
+    accuracy.grid(visible=False)
+    for colour, rows in zip(_colours(runs), runs.values(), strict=True):
+        accuracy.plot(*series(rows, "acc"), ":", color=colour, linewidth=1.2)
+        axes.plot(*series(rows, "eval_accept_len"), "o-", color=colour, clip_on=False)
+    axes.set(
+        title="Acceptance",
+        xlabel="optimizer step",
+        ylabel="tokens per target pass",
+    )
+    accuracy.set_ylabel("share of proposals that are right")
+    axes.set_ylim(1.0, max(2.0, axes.get_ylim()[1]))  # 1: the target's own token
+    accuracy.set_ylim(bottom=0.0)
+    # Without data: the legend tells the line styles apart, whatever the runs' colours.
+    axes.plot([], [], "o-", color="#555555", label="acceptance length, held-out text")
+    axes.plot([], [], ":", color="#555555", linewidth=1.2, label="accuracy, training text")
+    axes.legend(loc="lower right")
+
+
+def _colours(runs: dict[str, Rows]) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
+
+
+def _title(text: str, runs: dict[str, Rows]) -> str:
+    return text if len(runs) > 1 else f"{text}, {next(iter(runs))}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m dflash_ext.plot", description="Draws loss and acceptance of runs."
     )
-    parser.add_argument("--run", nargs="+", required=True, type=Path, help="folders of runs")
-    parser.add_argument("--out", required=True, type=Path, help="picture to write")
+    parser.add_argument(
+        "--run", nargs="+", required=True, type=Path, metavar="DIR", help="folders of runs"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="picture to write")
     args = parser.parse_args(argv)
-    runs = {}
-    for run in args.run:
-        if not (run / "metrics.jsonl").exists():
-            raise UserError(f"--run: found no metrics.jsonl in {run}, want the folder of a run")
-        runs[run.name] = read_metrics(run / "metrics.jsonl")
-    plot_runs(runs, args.out)
+    unique = len({run.resolve().name for run in args.run}) == len(args.run)
+    names = [run.resolve().name if unique else str(run) for run in args.run]
+    plot_runs({name: _read(run) for name, run in zip(names, args.run, strict=True)}, args.out)
     print(f"wrote {args.out}")
     return 0
+
+
+def _read(run: Path) -> Rows:
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        raise UserError(f"--run: found no metrics.jsonl in {run}, want the folder of a run")
+    rows = read_metrics(path)
+    if not rows:
+        raise UserError(f"{path}: found no rows, want a run that has logged some")
+    return rows
 
 
 if __name__ == "__main__":
