@@ -82,7 +82,10 @@ def draw_acceptance(axes: Any, runs: dict[str, Rows]) -> None:
     accuracy.grid(visible=False)
     for colour, rows in zip(_colours(runs), runs.values(), strict=True):
         accuracy.plot(*series(rows, "acc"), ":", color=colour, linewidth=1.2)
-        axes.plot(*series(rows, "eval_accept_len"), "o-", color=colour, clip_on=False)
+        # Points on the frame are drawn whole; the layout must not look at a line without points.
+        axes.plot(
+            *series(rows, "eval_accept_len"), "o-", color=colour, clip_on=False, in_layout=False
+        )
     axes.set(
         title="Acceptance",
         xlabel="optimizer step",

@@ -85,6 +85,7 @@ def test_run_without_evaluation(tmp_path: Path, drawn: list[Any]) -> None:
     _, acceptance, accuracy = drawn[0].axes
     assert lines(acceptance) == []
     assert acceptance.get_ylim() == (1.0, 2.0)
+    assert all(axes.get_position().width > 0.35 for axes in drawn[0].axes)
     assert lines(accuracy) == [([10, 20], [0.1, 0.2])]
 
 
