@@ -24,7 +24,7 @@ from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.drafter.spec import DrafterSpec
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def write_export(
@@ -35,7 +35,7 @@ def write_export(
     An older export there is replaced. Raises UserError if the folder holds anything else, and
     RuntimeError if a tensor has a non-finite value.
     """
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     _check_replaceable(folder)
     stored = dtype or next(model.parameters()).dtype
     tensors = {
@@ -44,7 +44,7 @@ def write_export(
     }
     check_finite(tensors, str(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    fresh = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
@@ -145,7 +145,8 @@ def _check_replaceable(folder: Path) -> None:
 
 def _swap_in(fresh: Path, folder: Path) -> None:
     """Rename `fresh` to `folder`; a reader never sees a mix of old and new files."""
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     fresh.rename(folder)

@@ -188,6 +188,7 @@ def test_stored_dtype(tmp_path):
 
 def test_an_older_export_is_replaced_and_nothing_is_left_over(tmp_path):
     write_export(random_model(SPECS["full"], seed=1), tmp_path / "x")
+    (tmp_path / ".x.tmp").mkdir()  # of an export that was killed
     model = random_model(SPECS["mixed"], seed=2)
     write_export(model, tmp_path / "x")
     check_export(tmp_path / "x", model)
