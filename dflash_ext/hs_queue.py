@@ -113,7 +113,9 @@ class BufferedHSQueue:
     def tensors(self) -> list[Tensor]:
         """The memory of all slots."""
         slots = self._slots
-        return [s.hidden for s in slots] + [s.last_hidden for s in slots if s.last_hidden is not None]
+        return [s.hidden for s in slots] + [
+            s.last_hidden for s in slots if s.last_hidden is not None
+        ]
 
     def _move(self, slot: Slot, old: SlotState, new: SlotState) -> None:
         with self._changed:

@@ -86,12 +86,11 @@ class Monitor:
             if len(self._marks.get(step, [])) == len(self.drafters):
                 row = self._training_row(step, self._words.pop(step), self._marks.pop(step))
                 self._rows[step] = row
+                self._forget_before(step)
                 self._check_finite(step, row)
                 self.logger.progress(step, row)
 
-    def _training_row(
-        self, step: int, words: list[list[int]], marks: list[Mark]
-    ) -> dict[str, Any]:
+    def _training_row(self, step: int, words: list[list[int]], marks: list[Mark]) -> dict[str, Any]:
         row: dict[str, Any] = summarise(merge_words(words), self.block_size)
         if "loss" in row:
             self.losses.append(row["loss"])
@@ -108,11 +107,18 @@ class Monitor:
             "lr": self.lr_at(step - 1),
             "tokens": self.tokens,
             "tokens_per_s": (tokens - last_tokens) / span,
+            "dropped_metrics": sum(loop.stream.dropped for loop in self.drafters),
             "queue_depth": sum(q.depth() for q in self.queues),
             "target_busy": min(1.0, (target_busy - last_target_busy) / span / len(self.targets)),
             "drafter_busy": min(1.0, (busy - last_busy) / span / len(self.drafters)),
         }
         return row
+
+    def _forget_before(self, step: int) -> None:
+        """A record lost in a full ring must not keep its step's other records for ever."""
+        for waiting in (self._words, self._marks):
+            for old in [s for s in waiting if s < step]:
+                del waiting[old]
 
     def _check_finite(self, step: int, row: dict[str, Any]) -> None:
         """Steps skipped in a row, to the granularity of what is published."""

@@ -36,6 +36,13 @@ from dflash_ext.target import (
 )
 from dflash_ext.target_loop import TargetForwardLoop
 
+# Fields that a resumed run may change; all of log, checkpoint and topology may too. A text that
+# moved is found by its hash.
+MAY_CHANGE = {
+    *("data.train", "data.eval", "data.num_workers", "train.steps", "train.epochs"),
+    *("train.metrics_every", "train.eval_every", "train.stall_timeout_s"),
+    *("train.max_nonfinite_steps", "train.recompute"),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -115,6 +122,12 @@ class Pipeline:
 
     def _load_resume(self) -> Resume:
         tensors, meta = self.checkpoints.load()
+        self._check_same_run(meta["config"])
+        if meta["world"] != self.world:
+            raise UserError(
+                f"topology.drafters: found {self.world}, want {meta['world']} drafters "
+                "as in the run to resume"
+            )
         found, want = dataset_hash(self.examples), meta["data_hash"]
         if found != want:
             raise UserError(
@@ -122,6 +135,17 @@ class Pipeline:
                 f"want {want[:12]} as in the checkpoint of step {meta['step']}"
             )
         return Resume(meta["step"], tensors, meta)
+
+    def _check_same_run(self, saved: dict[str, Any]) -> None:
+        """What decides the weights must be as it was; lengths, logging and machines may change."""
+        now = to_dict(self.cfg)
+        for section in ("model", "drafter", "data", "train"):
+            for name, value in now[section].items():
+                old = saved[section].get(name)
+                if f"{section}.{name}" not in MAY_CHANGE and value != old:
+                    raise UserError(
+                        f"{section}.{name}: found {value!r}, want {old!r} as in the run to resume"
+                    )
 
     def _build_drafter(self) -> None:
         cfg, target = self.cfg, self.target
@@ -171,9 +195,7 @@ class Pipeline:
             valid_vocab=info.vocab_size,
         )
         store = make_store()
-        self.drafter_loops = [
-            self._drafter_loop(rank, head, store) for rank in range(self.world)
-        ]
+        self.drafter_loops = [self._drafter_loop(rank, head, store) for rank in range(self.world)]
 
     def _hs_queue(self, device: str) -> BufferedHSQueue:
         cfg = self.cfg
@@ -206,7 +228,15 @@ class Pipeline:
             objective=Objective(cfg.train, self.layout),
             optimizer=optimizer,
             hs_queue=self.queues[rank],
-            grad_sync=GradSync(rank, self.world, store, device, stop=self.supervisor.stop),
+            grad_sync=GradSync(
+                rank,
+                self.world,
+                store,
+                device,
+                dtype=DTYPES[cfg.train.grad_sync_dtype],
+                timeout_s=cfg.train.stall_timeout_s,
+                stop=self.supervisor.stop,
+            ),
             stream=MetricStream(device),
             supervisor=self.supervisor,
             steps=range(self.resume.step, self.total_steps),
@@ -279,12 +309,12 @@ class Pipeline:
         self.supervisor.put(self.tickets, None)
 
     def _save(self, step: int) -> None:
+        if step == self.resume.step and self.resume.meta:
+            return  # it is the checkpoint that was loaded
         loop = self.drafter_loops[0]
         tensors = {f"model.{k}": v for k, v in loop.model.state_dict().items()}
         tensors |= {f"optimizer.{k}": v for k, v in loop.optimizer.state_tensors().items()}
         score = loop.scores.get(step)
-        if score is None and step == self.resume.step:
-            score = self.resume.meta.get("score")
         meta = {
             "tokens": self.tokens_before + sum(d.tokens for d in self.drafter_loops),
             "data_hash": dataset_hash(self.examples),

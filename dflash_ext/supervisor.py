@@ -176,5 +176,5 @@ class Supervisor:
 
     def _stalled(self) -> None:
         state = "; ".join(f"{w.name}: {w.where}" for w in self._workers)
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         self.fail("watchdog", TimeoutError(f"no progress for {self.stall_timeout_s} s ({state})"))

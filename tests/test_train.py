@@ -246,3 +246,21 @@ def test_resume_with_other_text_is_refused(run, tiny_jsonl, capsys) -> None:
     capsys.readouterr()
     assert run("a", "--resume", f"--data.train=[{other}]", "--train.steps=9") == 2
     assert "data.train" in capsys.readouterr().err
+
+
+def test_resume_with_another_configuration_is_refused(run, capsys) -> None:
+    assert run("a") == 0
+    capsys.readouterr()
+    assert run("a", "--resume", "--train.gamma=3", "--train.steps=9") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "train.gamma" in err and "10" in err
+
+
+def test_resume_of_a_finished_run_only_reports(run, tmp_path: Path) -> None:
+    assert run("a") == 0
+    before = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert run("a", "--resume") == 0
+    after = json.loads((tmp_path / "a" / "summary.json").read_text())
+    for key in ("steps", "accept_len_before", "accept_len_after", "tokens"):
+        assert before[key] == after[key], key
+    assert [row["step"] for row in rows(tmp_path / "a")] == [0, 2, 4, 6]
