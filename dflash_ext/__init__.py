@@ -15,7 +15,7 @@ except ImportError as error:
         f"dflash_ext._C does not load with torch {torch.__version__} ({error}); {REBUILD}"
     ) from error
 
-if _C.torch_version != torch.__version__:
+if _C.torch_version != str(torch.__version__):
     raise ImportError(
         f"dflash_ext._C was built with torch {_C.torch_version}, "
         f"found torch {torch.__version__}; {REBUILD}"
