@@ -49,6 +49,37 @@ TORCH_LIBRARY(dflash_ext, m) {
       "int? valid_vocab=None, "
       "bool need_grad=True"
       ") -> (Tensor loss, Tensor d_hidden, Tensor terms, Tensor rank, Tensor lse, Tensor used)");
+  m.def(
+      "block_attention("
+      "Tensor q, "
+      "Tensor k_ctx, "
+      "Tensor v_ctx, "
+      "Tensor k_blk, "
+      "Tensor v_blk, "
+      "Tensor ctx_start, "
+      "Tensor ctx_end, *, "
+      "float scale, "
+      "int? window=None, "
+      "bool causal=False"
+      ") -> (Tensor out, Tensor lse)");
+  m.def(
+      "block_attention_backward("
+      "Tensor grad_out, "
+      "Tensor q, "
+      "Tensor k_ctx, "
+      "Tensor v_ctx, "
+      "Tensor k_blk, "
+      "Tensor v_blk, "
+      "Tensor out, "
+      "Tensor lse, "
+      "Tensor ctx_start, "
+      "Tensor ctx_end, "
+      "Tensor(a!) dk_ctx, "
+      "Tensor(b!) dv_ctx, *, "
+      "float scale, "
+      "int? window=None, "
+      "bool causal=False"
+      ") -> (Tensor dq, Tensor dk_blk, Tensor dv_blk)");
 }
 
 namespace py = pybind11;

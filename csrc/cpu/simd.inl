@@ -34,9 +34,14 @@ DFLASH_INLINE void store(T* to, Vec<T> x) {
   __builtin_memcpy(to, &x, sizeof(x));
 }
 
+// All lanes x: written out, this is one broadcast from memory.
 template <typename T>
 DFLASH_INLINE Vec<T> splat(T x) {
-  return Vec<T>{} + x;
+  if constexpr (kLanes<T> == 8) {
+    return Vec<T>{x, x, x, x, x, x, x, x};
+  } else {
+    return Vec<T>{x, x, x, x};
+  }
 }
 
 template <typename T>

@@ -176,6 +176,4 @@ def _backward(ctx, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return (d_hidden * grad_loss.to(d_hidden.dtype), *[None] * 8)
 
 
-torch.library.register_autograd(
-    "dflash_ext::draft_loss", _backward, setup_context=_save_gradient
-)
+torch.library.register_autograd("dflash_ext::draft_loss", _backward, setup_context=_save_gradient)
