@@ -89,12 +89,13 @@ def _save_inputs(ctx, inputs, keyword_only_inputs, output) -> None:
 
 
 def _backward(ctx, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k_ctx, v_ctx, *_ = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: a checkpoint hands each tensor out only once
+    q, k_ctx, v_ctx, *_ = saved
     dtype = accumulate_dtype(q.dtype)
     dk_ctx = torch.zeros(k_ctx.shape, dtype=dtype, device=q.device)
     dv_ctx = torch.zeros(v_ctx.shape, dtype=dtype, device=q.device)
     dq, dk_blk, dv_blk = torch.ops.dflash_ext.block_attention_backward.default(
-        grad_out, *ctx.saved_tensors, dk_ctx, dv_ctx, **ctx.options
+        grad_out, *saved, dk_ctx, dv_ctx, **ctx.options
     )
     return dq, dk_ctx.to(q.dtype), dv_ctx.to(q.dtype), dk_blk, dv_blk, None, None
 
