@@ -129,7 +129,8 @@ def _greedy_texts(
     cache = GreedyTextCache(cache_dir(), target.model, stops)
     texts = []
     for example in progress.track(examples, description="greedy text"):
-        prompt = prompt_and_answer(example)[0].tolist()
+        start = len(prompt_and_answer(example)[0])
+        prompt = example.input_ids[: max(start, 1)].tolist()  # something to start from
         tokens = cache.get(prompt, max_new_tokens)
         first, limit = len(prompt), len(prompt) + max_new_tokens
         answer = Answer(first, first + len(tokens) - 1, limit)
@@ -145,8 +146,11 @@ def given_text(example: Example, stop_token_ids: Sequence[int], max_new_tokens: 
     ids = example.input_ids.tolist()
     answers = []
     for first, end in runs(example.loss_mask).tolist():
+        first = max(first, 1)  # nothing predicts the first token of all
         if max_new_tokens is not None:
             end = min(end, first + max_new_tokens)
+        if end == first:
+            continue
         last = first + acceptance.text_end(ids[first:end], stop_token_ids)
         if max_new_tokens is not None:
             limit = first + max_new_tokens

@@ -109,6 +109,20 @@ def test_given_text_ends_where_decoding_would() -> None:
     assert answers([9], 3) == [(2, 3, 5), (6, 8, 9)]
 
 
+def test_text_without_a_prompt(
+    bench: tiny_drafter.Bench, export: Path, tiny_jsonl: Callable[..., Path]
+) -> None:
+    """Its first token is the prompt: no target predicts that one."""
+    data = tiny_jsonl([{"input_ids": [65, 66, 67, 68], "loss_mask": [1, 0, 1, 1]}])
+    text = evaluate.evaluate(export, str(bench.folder), data, trust_text=True)
+    assert [sum(lengths) for lengths in text["per_prompt"]] == [1]
+    data = tiny_jsonl([row([], [65, 66, 67])])
+    text = evaluate.evaluate(export, str(bench.folder), data, trust_text=True)
+    assert [sum(lengths) for lengths in text["per_prompt"]] == [1]
+    made = evaluate.evaluate(export, str(bench.folder), data, max_new_tokens=5)
+    assert [sum(lengths) for lengths in made["per_prompt"]] == [4]
+
+
 def test_command(
     bench: tiny_drafter.Bench,
     export: Path,
