@@ -88,6 +88,7 @@ class Pipeline:
             device=torch.device(cfg.topology.targets[0]),
             revision=cfg.model.revision,
             attn_backend=cfg.model.attn_backend,
+            require_fast_gdn=cfg.model.require_fast_gdn,
         )
         info = self.target.info
         self.layer_ids = cfg.model.target_layer_ids or default_target_layer_ids(

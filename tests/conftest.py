@@ -64,11 +64,11 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = torch.random.get_rng_state()
     torch.manual_seed(1234)
     model = LlamaForCausalLM(config)
-    torch.random.set_rng_state(state)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # weights of 1 would hide a norm that is left out
                 parameter.uniform_(0.5, 1.5)
+    torch.random.set_rng_state(state)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

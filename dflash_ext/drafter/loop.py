@@ -166,7 +166,13 @@ class DrafterTrainLoop:
                 return
             slot = self.hs_queue.get()
             assert slot.ticket is not None and slot.ticket.kind == "eval"
-            lengths += evaluate_plan(self.model, self.head, slot.hidden, slot.ticket.plan)
+            lengths += evaluate_plan(
+                self.model,
+                self.head,
+                slot.hidden,
+                slot.ticket.plan,
+                stop_token_ids=self.model.spec.eos_token_ids,
+            )
             self.hs_queue.release(slot)
         self.scores[step] = accept_len(lengths)
         self.evals.append((step, lengths))
