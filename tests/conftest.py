@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+# Tensors here are tiny: more threads would only wait for each other.
+torch.set_num_threads(1)
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>")
 CHATML = (
     "{% for message in messages %}"
