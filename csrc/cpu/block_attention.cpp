@@ -38,12 +38,15 @@ DFLASH_AVX2_END
 
 static_assert(baseline::kTile<float> == kPanel<float>);
 
-// Runs body(scratch, i) for i < tasks on all threads, each with its own scratch; a thread that is
-// held up gets fewer tasks.
+// Runs body(scratch, i) for i < tasks, each thread with its own scratch; a thread that is held up
+// gets fewer tasks. `products`, the work of all tasks, decides how many threads are worth waking.
 template <typename MakeScratch, typename Body>
-void for_each_task(int64_t tasks, const MakeScratch& make_scratch, const Body& body) {
+void for_each_task(int64_t tasks, int64_t products, const MakeScratch& make_scratch,
+                   const Body& body) {
+  constexpr int64_t kProductsPerThread = int64_t{1} << 23;  // some 0.2 ms
   std::atomic<int64_t> next{0};
-  const int64_t workers = std::min<int64_t>(at::get_num_threads(), tasks);
+  const int64_t useful = 1 + products / kProductsPerThread;
+  const int64_t workers = std::min({int64_t{at::get_num_threads()}, tasks, useful});
   at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
     auto scratch = make_scratch();
     for (int64_t i; (i = next.fetch_add(1)) < tasks;) body(scratch, i);
@@ -98,7 +101,8 @@ class Attention {
     acc_t* to_lse = lse.mutable_data_ptr<acc_t>();
     const Shape& s = problem_.shape;
     for_each_task(
-        s.blocks * s.kv_heads, [&] { return Scratch<acc_t>(problem_, false); },
+        s.blocks * s.kv_heads, 2 * problem_.products(),
+        [&] { return Scratch<acc_t>(problem_, false); },
         [&](Scratch<acc_t>& scratch, int64_t task) {
           forward_task(task / s.kv_heads, task % s.kv_heads, scratch, to, to_lse);
         });
@@ -115,7 +119,8 @@ class Attention {
     const std::vector<std::vector<int64_t>> runs = problem_.separate_runs();
     const int64_t heads = problem_.shape.kv_heads;
     for_each_task(
-        runs.size() * heads, [&] { return Scratch<acc_t>(problem_, true); },
+        runs.size() * heads, 5 * problem_.products(),
+        [&] { return Scratch<acc_t>(problem_, true); },
         [&](Scratch<acc_t>& scratch, int64_t task) {
           for (const int64_t a : runs[task / heads]) {
             backward_task(a, task % heads, scratch, d_out, row_lse, to);
