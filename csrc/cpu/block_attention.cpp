@@ -129,8 +129,7 @@ class Attention {
   }
 
  private:
-  // Rows of a block's queries (or outputs) for one KV head: row k * G + g is slot k, head h * G +
-  // g.
+  // Rows of a block's queries (or of d_out) for one KV head: row k * G + g is slot k, head h*G + g.
   void pack_queries(const Source& from, int64_t a, int64_t h, acc_t* to, int64_t width,
                     acc_t scale) {
     const Shape& s = problem_.shape;
@@ -270,10 +269,14 @@ Problem make_problem(const at::Tensor& q, const at::Tensor& k_ctx, const at::Ten
   problem.shape = {q.size(0),     q.size(1), q.size(2), k_blk.size(2), q.size(3),
                    k_ctx.size(0), scale,     window,    causal};
   const Shape& s = problem.shape;
-  for (const at::Tensor& x : {k_ctx, v_ctx, k_blk, v_blk}) {
-    CHECK_CPU(x);
-    CHECK_SAME_DTYPE(x, q);
-  }
+  CHECK_CPU(k_ctx);
+  CHECK_CPU(v_ctx);
+  CHECK_CPU(k_blk);
+  CHECK_CPU(v_blk);
+  CHECK_SAME_DTYPE(k_ctx, q);
+  CHECK_SAME_DTYPE(v_ctx, q);
+  CHECK_SAME_DTYPE(k_blk, q);
+  CHECK_SAME_DTYPE(v_blk, q);
   CHECK_SHAPE(k_ctx, s.context, s.kv_heads, s.dim);
   CHECK_SHAPE(v_ctx, s.context, s.kv_heads, s.dim);
   CHECK_SHAPE(k_blk, s.blocks, s.slots, s.kv_heads, s.dim);
@@ -281,11 +284,12 @@ Problem make_problem(const at::Tensor& q, const at::Tensor& k_ctx, const at::Ten
   TORCH_CHECK(s.kv_heads > 0 && s.q_heads % s.kv_heads == 0, "q: found ", s.q_heads,
               " heads, want a multiple of the ", s.kv_heads, " of k_blk");
   TORCH_CHECK(!window.has_value() || *window >= 1, "window: found ", *window, ", want >= 1");
-  for (const at::Tensor& x : {ctx_start, ctx_end}) {
-    CHECK_CPU(x);
-    CHECK_DTYPE(x, at::kLong);
-    CHECK_SHAPE(x, s.blocks);
-  }
+  CHECK_CPU(ctx_start);
+  CHECK_CPU(ctx_end);
+  CHECK_DTYPE(ctx_start, at::kLong);
+  CHECK_DTYPE(ctx_end, at::kLong);
+  CHECK_SHAPE(ctx_start, s.blocks);
+  CHECK_SHAPE(ctx_end, s.blocks);
   const at::Tensor start = ctx_start.contiguous(), end = ctx_end.contiguous();
   const int64_t* from = start.const_data_ptr<int64_t>();
   const int64_t* to = end.const_data_ptr<int64_t>();
@@ -323,27 +327,27 @@ std::tuple<at::Tensor, at::Tensor> block_attention_cpu(
 std::tuple<at::Tensor, at::Tensor, at::Tensor> block_attention_backward_cpu(
     const at::Tensor& grad_out, const at::Tensor& q, const at::Tensor& k_ctx,
     const at::Tensor& v_ctx, const at::Tensor& k_blk, const at::Tensor& v_blk,
-    const at::Tensor& out, const at::Tensor& lse, const at::Tensor& ctx_start,
-    const at::Tensor& ctx_end, at::Tensor& dk_ctx, at::Tensor& dv_ctx, double scale,
-    std::optional<int64_t> window, bool causal) {
+    const at::Tensor& /*out: the probabilities are at hand*/, const at::Tensor& lse,
+    const at::Tensor& ctx_start, const at::Tensor& ctx_end, at::Tensor& dk_ctx, at::Tensor& dv_ctx,
+    double scale, std::optional<int64_t> window, bool causal) {
   Problem problem =
       make_problem(q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, scale, window, causal);
   const Shape& s = problem.shape;
-  for (const at::Tensor& x : {grad_out, out}) {
-    CHECK_CPU(x);
-    CHECK_SAME_DTYPE(x, q);
-    CHECK_SHAPE(x, s.blocks, s.slots, s.q_heads, s.dim);
-  }
+  CHECK_CPU(grad_out);
+  CHECK_SAME_DTYPE(grad_out, q);
+  CHECK_SHAPE(grad_out, s.blocks, s.slots, s.q_heads, s.dim);
   CHECK_CPU(lse);
   CHECK_DTYPE(lse, accumulate_type(q));
   CHECK_SHAPE(lse, s.blocks, s.slots, s.q_heads);
   CHECK_CONTIGUOUS(lse);
-  for (const at::Tensor& x : {dk_ctx, dv_ctx}) {
-    CHECK_CPU(x);
-    CHECK_DTYPE(x, accumulate_type(q));
-    CHECK_SHAPE(x, s.context, s.kv_heads, s.dim);
-    CHECK_CONTIGUOUS(x);
-  }
+  CHECK_CPU(dk_ctx);
+  CHECK_CPU(dv_ctx);
+  CHECK_DTYPE(dk_ctx, accumulate_type(q));
+  CHECK_DTYPE(dv_ctx, accumulate_type(q));
+  CHECK_SHAPE(dk_ctx, s.context, s.kv_heads, s.dim);
+  CHECK_SHAPE(dv_ctx, s.context, s.kv_heads, s.dim);
+  CHECK_CONTIGUOUS(dk_ctx);
+  CHECK_CONTIGUOUS(dv_ctx);
   at::Tensor dq = at::empty(q.sizes(), q.options());
   at::Tensor dk_blk = at::empty(k_blk.sizes(), q.options());
   at::Tensor dv_blk = at::empty(v_blk.sizes(), q.options());

@@ -190,6 +190,8 @@ Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight, const
                   teacher_hidden.has_value() == (kl_weight != 0),
               "teacher_hidden, teacher_index: want both with kl_weight != 0, else none");
   if (teacher_hidden.has_value()) {
+    CHECK_CPU(*teacher_hidden);
+    CHECK_CPU(*teacher_index);
     CHECK_SAME_DTYPE(*teacher_hidden, hidden);
     CHECK_SHAPE(*teacher_hidden, teacher_hidden->size(0), width);
     CHECK_DTYPE(*teacher_index, at::kLong);
