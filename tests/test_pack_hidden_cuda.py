@@ -36,7 +36,8 @@ def make_case(device="cuda", rows=300, width=5120, layers=3, seed=0):
 
 def expected_of(hidden, index, out, n_rows, high_water):
     slot = torch.full_like(out, 7.0, device=index.device)
-    pack_hidden_naive(hidden, index, slot, n_rows=n_rows, high_water=high_water.to(index.device))
+    mark = high_water.to(index.device, copy=True)
+    pack_hidden_naive(hidden, index, slot, n_rows=n_rows, high_water=mark)
     return slot
 
 

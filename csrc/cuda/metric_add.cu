@@ -23,11 +23,12 @@ void metric_add_cuda(at::Tensor& acc, const at::Tensor& rank, const at::Tensor& 
                    weights_c = weights.contiguous();
   const MetricAddParams params = {
       acc.mutable_data_ptr<int64_t>(),
-      measured ? rank_c.const_data_ptr<int64_t>() : nullptr,
+      rank_c.const_data_ptr<int64_t>(),
       terms_c.const_data_ptr<float>(),
       weights_c.const_data_ptr<float>(),
       weights.size(0),
       static_cast<int>(weights.size(1)),
+      measured,
   };
   C10_CUDA_CHECK(launch_metric_add(params, c10::cuda::getCurrentCUDAStream()));
 }

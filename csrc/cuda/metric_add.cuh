@@ -20,11 +20,12 @@ static_assert(kMaxBlock == 32, "a lane a slot");
 
 struct MetricAddParams {
   int64_t* acc;          // [kNumWords]
-  const int64_t* rank;   // [blocks, block_size], null if the batch is not measured
+  const int64_t* rank;   // [blocks, block_size], not read unless the batch is measured
   const float* terms;    // [blocks, block_size, kMetricTerms]
   const float* weights;  // [blocks, block_size]
   int64_t blocks;
   int block_size;
+  bool measured;
 };
 
 __device__ __forceinline__ int64_t fixed_point(double value) {
@@ -54,7 +55,6 @@ __global__ void __launch_bounds__(kAddThreads)
   __syncthreads();
 
   const int lane = threadIdx.x % 32;
-  const bool measured = params.rank != nullptr;
   int64_t sums[kMetricTerms] = {}, weight_sum = 0;
   int bad = 0, supervised_blocks = 0, good_slots = 0, hits[3] = {}, streaks[3] = {};
   int slot_n = 0, slot_hit = 0;
@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kAddThreads)
     const int64_t slot = a * params.block_size + lane;
     const bool inside = lane < params.block_size;
     const double weight = inside ? params.weights[slot] : 0.f;
+    const int64_t rank = inside && params.measured ? params.rank[slot] : 0;
     const bool supervised = weight > 0;
     double products[kMetricTerms] = {};
     bool good = supervised;
@@ -79,10 +80,9 @@ __global__ void __launch_bounds__(kAddThreads)
       for (int i = 0; i < kMetricTerms; ++i) sums[i] += fixed_point(products[i]);
       weight_sum += fixed_point(weight);
     }
-    if (!measured) continue;
+    if (!params.measured) continue;
     const unsigned supervised_bits = __ballot_sync(~0u, supervised);
     const unsigned good_bits = __ballot_sync(~0u, good);
-    const int64_t rank = good ? params.rank[slot] : 0;
     const int start = supervised_bits & 1 ? 0 : 1;
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kAddThreads)
   add_warp_sum(&words[kLossSum], sums[0], lane);
   add_warp_sum(&words[kLossWeight], weight_sum, lane);
   add_warp_sum(&words[kNonfiniteValues], bad, lane);
-  if (measured) {
+  if (params.measured) {
     add_warp_sum(&words[kCeSum], sums[1], lane);
     add_warp_sum(&words[kKlSum], sums[2], lane);
     add_warp_sum(&words[kCapSum], sums[3], lane);
@@ -119,10 +119,10 @@ __global__ void __launch_bounds__(kAddThreads)
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    if (measured) words[kTermWeight] = words[kLossWeight];
+    if (params.measured) words[kTermWeight] = words[kLossWeight];
     if (blockIdx.x == 0) {
       words[kBatches] = 1;
-      words[kMeasuredBatches] = measured;
+      words[kMeasuredBatches] = params.measured;
     }
   }
   __syncthreads();

@@ -41,16 +41,26 @@ struct PackParams {
 };
 
 template <typename Vec>
+__device__ __forceinline__ Vec load_vec(const Vec* from) {
+  return __ldcs(from);
+}
+
+template <typename Vec>
+__device__ __forceinline__ void store_vec(Vec* to, Vec value) {
+  __stcs(to, value);
+}
+
+template <typename Vec>
 __device__ __forceinline__ void copy_row(Vec* to, const Vec* from, int count, int lane) {
   int i = lane;
   for (; i + 32 * (kPackUnroll - 1) < count; i += 32 * kPackUnroll) {
     Vec value[kPackUnroll];
 #pragma unroll
-    for (int j = 0; j < kPackUnroll; ++j) value[j] = __ldcs(from + i + 32 * j);
+    for (int j = 0; j < kPackUnroll; ++j) value[j] = load_vec(from + i + 32 * j);
 #pragma unroll
-    for (int j = 0; j < kPackUnroll; ++j) __stcs(to + i + 32 * j, value[j]);
+    for (int j = 0; j < kPackUnroll; ++j) store_vec(to + i + 32 * j, value[j]);
   }
-  for (; i < count; i += 32) __stcs(to + i, __ldcs(from + i));
+  for (; i < count; i += 32) store_vec(to + i, load_vec(from + i));
 }
 
 template <typename Vec>
@@ -75,7 +85,7 @@ __global__ void __launch_bounds__(kPackThreads, kPackBlocksPerSm)
                            from % params.length * layer.position_stride;
       copy_row(to, reinterpret_cast<const Vec*>(source), count, lane);
     } else {
-      for (int i = lane; i < count; i += 32) __stcs(to + i, Vec{});
+      for (int i = lane; i < count; i += 32) store_vec(to + i, Vec{});
     }
   }
 }

@@ -73,10 +73,11 @@ void metrics(int64_t blocks, int block_size, bool measured) {
   constexpr int64_t kWords = dflash::kNumWords, kRows = 3, kSlots = 2, kStep = 7;
   const int64_t slots = blocks * block_size;
   int64_t* acc = on_device(std::vector<int64_t>(kWords));
-  check(dflash::launch_metric_add({acc, measured ? on_device(std::vector<int64_t>(slots)) : nullptr,
-                                   on_device(std::vector<float>(slots * dflash::kMetricTerms, 1.f)),
-                                   on_device(std::vector<float>(slots, 1.f)), blocks, block_size},
-                                  nullptr),
+  check(dflash::launch_metric_add(
+            {acc, on_device(std::vector<int64_t>(slots)),
+             on_device(std::vector<float>(slots * dflash::kMetricTerms, 1.f)),
+             on_device(std::vector<float>(slots, 1.f)), blocks, block_size, measured},
+            nullptr),
         "metric_add");
   int64_t* staging = on_device(std::vector<int64_t>(kRows * (kWords + 1)));
   int64_t* step = on_device<int64_t>({kStep});
