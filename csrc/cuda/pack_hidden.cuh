@@ -15,8 +15,8 @@ namespace dflash {
 
 constexpr int kPackLayers = 16;  // of one launch
 constexpr int kPackThreads = 256;
-constexpr int kPackBlocksPerSm = 6;
-constexpr int kPackUnroll = 4;  // loads in flight of a thread
+constexpr int kPackUnroll = 10;  // loads in flight of a thread
+constexpr int kPackBlocksPerSm = 3;
 
 struct PackLayer {
   const char* data;
@@ -40,27 +40,25 @@ struct PackParams {
   int64_t row_bytes;
 };
 
-template <typename Vec>
-__device__ __forceinline__ Vec load_vec(const Vec* from) {
-  return __ldcs(from);
-}
-
-template <typename Vec>
-__device__ __forceinline__ void store_vec(Vec* to, Vec value) {
-  __stcs(to, value);
-}
-
+// All loads of a round are issued before its first store.
 template <typename Vec>
 __device__ __forceinline__ void copy_row(Vec* to, const Vec* from, int count, int lane) {
+  Vec value[kPackUnroll];
   int i = lane;
   for (; i + 32 * (kPackUnroll - 1) < count; i += 32 * kPackUnroll) {
-    Vec value[kPackUnroll];
 #pragma unroll
-    for (int j = 0; j < kPackUnroll; ++j) value[j] = load_vec(from + i + 32 * j);
+    for (int j = 0; j < kPackUnroll; ++j) value[j] = from[i + 32 * j];
 #pragma unroll
-    for (int j = 0; j < kPackUnroll; ++j) store_vec(to + i + 32 * j, value[j]);
+    for (int j = 0; j < kPackUnroll; ++j) to[i + 32 * j] = value[j];
   }
-  for (; i < count; i += 32) store_vec(to + i, load_vec(from + i));
+#pragma unroll
+  for (int j = 0; j < kPackUnroll; ++j) {
+    if (i + 32 * j < count) value[j] = from[i + 32 * j];
+  }
+#pragma unroll
+  for (int j = 0; j < kPackUnroll; ++j) {
+    if (i + 32 * j < count) to[i + 32 * j] = value[j];
+  }
 }
 
 template <typename Vec>
@@ -85,7 +83,7 @@ __global__ void __launch_bounds__(kPackThreads, kPackBlocksPerSm)
                            from % params.length * layer.position_stride;
       copy_row(to, reinterpret_cast<const Vec*>(source), count, lane);
     } else {
-      for (int i = lane; i < count; i += 32) store_vec(to + i, Vec{});
+      for (int i = lane; i < count; i += 32) to[i] = Vec{};
     }
   }
 }
@@ -103,7 +101,11 @@ cudaError_t launch_pack_rows(const PackParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  pack_hidden_kernel<Vec><<<num_sms * kPackBlocksPerSm, kPackThreads, 0, stream>>>(params);
+  // On wide rows one block fills an SM's share of the memory's bandwidth, and more of them only
+  // disturb each other (measured); on narrow ones it would mostly wait for indices.
+  const bool wide = sizeof(Vec) == 16 && params.row_bytes >= 32 * kPackUnroll * 16;
+  const int grid = num_sms * (wide ? 1 : kPackBlocksPerSm);
+  pack_hidden_kernel<Vec><<<grid, kPackThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
