@@ -131,7 +131,7 @@ def make_case(shape: Shape, device: torch.device, slot_device: torch.device) -> 
         shape=f"{shape}{' to another GPU' if far else ''}",
         run=run,
         peer=peer,
-        peer_name="index_select + cat" + " + copy" * far,
+        peer_name=f"index_select + {'stack' if shape.split else 'cat'}" + " + copy" * far,
         check=check,
         # Each packed row is read and written, or carried over once.
         bytes_moved=payload if far else 2 * payload,
