@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from draft_loss_cases import Case, arguments, error, errors, gradient, make_case
 from torch import Tensor
 
 from dflash_ext.ops import draft_loss
@@ -35,75 +36,6 @@ OPTIONS = [
     {"logit_scale": 0.25, "valid_vocab": 991},
     EVERYTHING,
 ]
-
-
-@dataclasses.dataclass
-class Case:
-    """Arguments of draft_loss; about 1 in 5 slots is not supervised, 2 in 5 labels are right."""
-
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    weights: Tensor
-    rows: Tensor
-    n_rows: Tensor
-    teacher_hidden: Tensor
-    teacher_index: Tensor
-
-    def run(self, function, dtype: torch.dtype, **options) -> dict[str, Tensor]:
-        """Values and gradient of a stats function with inputs in `dtype`, as fp64."""
-        hidden = self.hidden.detach().to(dtype, copy=True).requires_grad_()
-        if options.get("kl_weight"):
-            options["teacher_hidden"] = self.teacher_hidden.to(dtype)
-            options["teacher_index"] = self.teacher_index
-        values = function(
-            hidden,
-            self.weight.to(dtype),
-            self.labels,
-            self.weights,
-            self.weights.sum(),
-            self.rows,
-            self.n_rows,
-            **options,
-        )
-        values[0].backward()
-        named = dict(zip(("loss", "terms", "rank", "lse", "used"), values, strict=True))
-        named["gradient"] = hidden.grad
-        return {name: value.detach().double() for name, value in named.items()}
-
-
-def make_case(
-    blocks: int, slots: int, width: int, vocab: int, dtype: torch.dtype, valid: int | None = None
-) -> Case:
-    valid = vocab if valid is None else valid
-    hidden = (2 * torch.randn(blocks, slots, width)).to(dtype)
-    weight = (2 * torch.randn(vocab, width) / width**0.5).to(dtype)
-    best = (hidden.double() @ weight[:valid].double().T).argmax(-1)
-    labels = torch.where(torch.rand(blocks, slots) < 0.4, best, torch.randint(valid, best.shape))
-    weights = torch.rand(blocks, slots) * (torch.rand(blocks, slots) < 0.8)
-    weights[:, 0] = 0
-    rows = (weights > 0).flatten().nonzero()[:, 0]
-    padding = torch.zeros(7, dtype=torch.int64)
-    return Case(
-        hidden,
-        weight,
-        labels,
-        weights,
-        torch.cat([rows, padding]),
-        torch.tensor(rows.numel()),
-        (2 * torch.randn(50, width)).to(dtype),
-        torch.randint(50, (blocks, slots)),
-    )
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """|found - wanted| / |wanted|; a NaN is infinitely wrong."""
-    ratio = (found - wanted).norm() / wanted.norm().clamp_min(1e-30)
-    return float("inf") if ratio.isnan() else ratio.item()
-
-
-def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    return {name: error(found[name], wanted[name]) for name in wanted}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -223,20 +155,6 @@ def test_opcheck(blocks: int, options: dict, with_teacher: bool) -> None:
     torch.library.opcheck(torch.ops.dflash_ext.draft_loss.default, tuple(args), options)
 
 
-def arguments(case: Case, hidden: Tensor | None = None) -> tuple[Tensor, ...]:
-    hidden = case.hidden if hidden is None else hidden
-    weight_sum = case.weights.sum()
-    return hidden, case.weight, case.labels, case.weights, weight_sum, case.rows, case.n_rows
-
-
-def gradient(case: Case, factor: float = 1.0, **options) -> tuple[Tensor, Tensor]:
-    hidden = case.hidden.detach().clone().requires_grad_()
-    loss = draft_loss(*arguments(case, hidden), **options)
-    (loss * factor).backward()
-    assert hidden.grad is not None
-    return loss.detach(), hidden.grad
-
-
 def test_repeats_bit_for_bit_with_metrics_on_or_off(nan_poison: None) -> None:
     case = make_case(6, 8, 24, 500, torch.float32)
     wanted = gradient(case, cap_lambda=0.5)
@@ -261,9 +179,11 @@ def test_metrics_count_ranks() -> None:
     assert acc[WORD["top8"]] == (rank < 8).sum()
 
 
-def test_scales_by_the_incoming_gradient() -> None:
-    case = make_case(3, 4, 8, 50, torch.float32)
-    assert gradient(case, factor=-2.5)[1].equal(gradient(case)[1] * -2.5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_by_the_incoming_gradient(dtype: torch.dtype) -> None:
+    case = make_case(3, 4, 8, 50, dtype)
+    wanted = (gradient(case)[1].float() * -0.3).to(dtype)
+    assert gradient(case, factor=-0.3)[1].equal(wanted)
 
 
 def test_groups_add_up() -> None:

@@ -22,17 +22,15 @@
 #include "isa.h"
 #include "switch.h"
 
-namespace dflash {
+namespace dflash::attention {
 namespace {
 
 namespace baseline {
-#include "simd.inl"
 #include "block_attention_kernels.inl"
 }  // namespace baseline
 #ifdef DFLASH_HAS_AVX2
 DFLASH_AVX2_BEGIN
 namespace avx2 {
-#include "simd.inl"
 #include "block_attention_kernels.inl"
 }  // namespace avx2
 DFLASH_AVX2_END
@@ -40,18 +38,20 @@ DFLASH_AVX2_END
 
 static_assert(baseline::kTile<float> == kPanel<float>);
 
-// Runs body(scratch, i) for i < tasks on all threads, each with its own scratch; a thread that is
-// held up gets fewer tasks.
+// Runs body(scratch, i) for i < tasks, each thread with its own scratch; a thread that is held up
+// gets fewer tasks. `products`, the work of all tasks, decides how many threads are worth waking.
 template <typename MakeScratch, typename Body>
-void for_each_task(int64_t tasks, const MakeScratch& make_scratch, const Body& body) {
+void for_each_task(int64_t tasks, int64_t products, const MakeScratch& make_scratch,
+                   const Body& body) {
+  constexpr int64_t kProductsPerThread = int64_t{1} << 23;  // some 0.2 ms
   std::atomic<int64_t> next{0};
-  const int64_t workers = std::min<int64_t>(at::get_num_threads(), tasks);
+  const int64_t useful = 1 + products / kProductsPerThread;
+  const int64_t workers = std::min({int64_t{at::get_num_threads()}, tasks, useful});
   at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
     auto scratch = make_scratch();
     for (int64_t i; (i = next.fetch_add(1)) < tasks;) body(scratch, i);
   });
 }
-
 
 // Per-thread buffers. M = K * G rows of queries, Dp = D rounded up to whole panels.
 template <typename acc_t>
@@ -80,8 +80,8 @@ struct Scratch {
 
 template <typename scalar_t, typename acc_t>
 struct Gradients {
-  acc_t *k_ctx, *v_ctx;             // [T, Hk, D], added to
-  scalar_t *q, *k_blk, *v_blk;      // written
+  acc_t *k_ctx, *v_ctx;         // [T, Hk, D], added to
+  scalar_t *q, *k_blk, *v_blk;  // written
 };
 
 template <typename scalar_t, typename acc_t>
@@ -93,8 +93,7 @@ class Attention {
             const at::Tensor& v_blk)
       : problem_(problem), q_(q), k_blk_(k_blk), v_blk_(v_blk) {}
 
-  void forward(const at::Tensor& k_ctx, const at::Tensor& v_ctx, at::Tensor& out,
-               at::Tensor& lse) {
+  void forward(const at::Tensor& k_ctx, const at::Tensor& v_ctx, at::Tensor& out, at::Tensor& lse) {
     const std::vector<char> seen = problem_.seen_panels();
     keys_ = PackedContext<acc_t>::template make<scalar_t>(k_ctx, seen, true, false);
     values_ = PackedContext<acc_t>::template make<scalar_t>(v_ctx, seen, false, true);
@@ -102,15 +101,16 @@ class Attention {
     acc_t* to_lse = lse.mutable_data_ptr<acc_t>();
     const Shape& s = problem_.shape;
     for_each_task(
-        s.blocks * s.kv_heads, [&] { return Scratch<acc_t>(problem_, false); },
+        s.blocks * s.kv_heads, 2 * problem_.products(),
+        [&] { return Scratch<acc_t>(problem_, false); },
         [&](Scratch<acc_t>& scratch, int64_t task) {
           forward_task(task / s.kv_heads, task % s.kv_heads, scratch, to, to_lse);
         });
   }
 
   // Adds to dk_ctx and dv_ctx; the other gradients are written.
-  void backward(const at::Tensor& grad_out, const at::Tensor& lse,
-                const at::Tensor& k_ctx, const at::Tensor& v_ctx, Gradients<scalar_t, acc_t> to) {
+  void backward(const at::Tensor& grad_out, const at::Tensor& lse, const at::Tensor& k_ctx,
+                const at::Tensor& v_ctx, Gradients<scalar_t, acc_t> to) {
     const std::vector<char> seen = problem_.seen_panels();
     keys_ = PackedContext<acc_t>::template make<scalar_t>(k_ctx, seen, true, true);
     values_ = PackedContext<acc_t>::template make<scalar_t>(v_ctx, seen, true, false);
@@ -119,7 +119,8 @@ class Attention {
     const std::vector<std::vector<int64_t>> runs = problem_.separate_runs();
     const int64_t heads = problem_.shape.kv_heads;
     for_each_task(
-        runs.size() * heads, [&] { return Scratch<acc_t>(problem_, true); },
+        runs.size() * heads, 5 * problem_.products(),
+        [&] { return Scratch<acc_t>(problem_, true); },
         [&](Scratch<acc_t>& scratch, int64_t task) {
           for (const int64_t a : runs[task / heads]) {
             backward_task(a, task % heads, scratch, d_out, row_lse, to);
@@ -128,7 +129,8 @@ class Attention {
   }
 
  private:
-  // Rows of a block's queries (or outputs) for one KV head: row k * G + g is slot k, head h * G + g.
+  // Rows of a block's queries (or outputs) for one KV head: row k * G + g is slot k, head h * G +
+  // g.
   void pack_queries(const Source& from, int64_t a, int64_t h, acc_t* to, int64_t width,
                     acc_t scale) {
     const Shape& s = problem_.shape;
@@ -155,8 +157,8 @@ class Attention {
       gemm_(s.rows(), c.panels, s.dim, a.data(), a_width, 1, context.panel(h, c.first_panel),
             kPanel<acc_t>, panel, scores.data(), c.padded);
     }
-    gemm_(s.rows(), (c.padded - c.block) / kPanel<acc_t>, s.dim, a.data(), a_width, 1,
-          block.data(), kPanel<acc_t>, panel, scores.data() + c.block, c.padded);
+    gemm_(s.rows(), (c.padded - c.block) / kPanel<acc_t>, s.dim, a.data(), a_width, 1, block.data(),
+          kPanel<acc_t>, panel, scores.data() + c.block, c.padded);
   }
 
   // out = scores (keys or values) over all columns of a block.
@@ -220,8 +222,8 @@ class Attention {
     }
   }
 
-  void backward_task(int64_t a, int64_t h, Scratch<acc_t>& x, const Source& d_out,
-                     const acc_t* lse, const Gradients<scalar_t, acc_t>& to) {
+  void backward_task(int64_t a, int64_t h, Scratch<acc_t>& x, const Source& d_out, const acc_t* lse,
+                     const Gradients<scalar_t, acc_t>& to) {
     const Shape& s = problem_.shape;
     const Columns c = problem_.columns(a);
     pack_queries(q_, a, h, x.q.data(), x.width, s.scale);
@@ -265,7 +267,7 @@ Problem make_problem(const at::Tensor& q, const at::Tensor& k_ctx, const at::Ten
   CHECK_DIM(k_blk, 4);
   CHECK_DIM(k_ctx, 3);
   Problem problem;
-  problem.shape = {q.size(0), q.size(1), q.size(2), k_blk.size(2), q.size(3),
+  problem.shape = {q.size(0),     q.size(1), q.size(2), k_blk.size(2), q.size(3),
                    k_ctx.size(0), scale,     window,    causal};
   const Shape& s = problem.shape;
   for (const at::Tensor& x : {k_ctx, v_ctx, k_blk, v_blk}) {
@@ -305,8 +307,8 @@ std::tuple<at::Tensor, at::Tensor> block_attention_cpu(
     const at::Tensor& q, const at::Tensor& k_ctx, const at::Tensor& v_ctx, const at::Tensor& k_blk,
     const at::Tensor& v_blk, const at::Tensor& ctx_start, const at::Tensor& ctx_end, double scale,
     std::optional<int64_t> window, bool causal) {
-  Problem problem = make_problem(q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, scale, window,
-                                 causal);
+  Problem problem =
+      make_problem(q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, scale, window, causal);
   at::Tensor out = at::empty(q.sizes(), q.options());
   at::Tensor lse = at::empty(q.sizes().slice(0, 3), q.options().dtype(accumulate_type(q)));
   if (q.numel() == 0) return {out, lse};
@@ -324,8 +326,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> block_attention_backward_cpu(
     const at::Tensor& out, const at::Tensor& lse, const at::Tensor& ctx_start,
     const at::Tensor& ctx_end, at::Tensor& dk_ctx, at::Tensor& dv_ctx, double scale,
     std::optional<int64_t> window, bool causal) {
-  Problem problem = make_problem(q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, scale, window,
-                                 causal);
+  Problem problem =
+      make_problem(q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, scale, window, causal);
   const Shape& s = problem.shape;
   for (const at::Tensor& x : {grad_out, out}) {
     CHECK_CPU(x);
@@ -353,8 +355,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> block_attention_backward_cpu(
         dk_ctx.mutable_data_ptr<acc_t>(), dv_ctx.mutable_data_ptr<acc_t>(),
         dq.mutable_data_ptr<scalar_t>(), dk_blk.mutable_data_ptr<scalar_t>(),
         dv_blk.mutable_data_ptr<scalar_t>()};
-    Attention<scalar_t, acc_t>(problem, q, k_blk, v_blk)
-        .backward(grad_out, lse, k_ctx, v_ctx, to);
+    Attention<scalar_t, acc_t>(problem, q, k_blk, v_blk).backward(grad_out, lse, k_ctx, v_ctx, to);
   });
   return {dq, dk_blk, dv_blk};
 }
@@ -366,4 +367,4 @@ TORCH_LIBRARY_IMPL(dflash_ext, CPU, m) {
   m.impl("block_attention_backward", &block_attention_backward_cpu);
 }
 
-}  // namespace dflash
+}  // namespace dflash::attention

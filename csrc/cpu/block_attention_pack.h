@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-namespace dflash {
+namespace dflash::attention {
 
 // Keys are worked off in panels of this many, one tile of the kernels.
 template <typename acc_t>
@@ -72,6 +72,13 @@ struct Problem {
     }
     if (shape.causal) s.block_end = c.block + slot + 1;
     return s;
+  }
+
+  // Multiplications of one product of all queries with all their keys.
+  int64_t products() const {
+    int64_t columns_of_all = 0;
+    for (int64_t a = 0; a < shape.blocks; ++a) columns_of_all += columns(a).padded;
+    return columns_of_all * shape.slots * shape.q_heads * shape.dim;
   }
 
   int64_t max_columns() const {
@@ -163,14 +170,15 @@ struct PackedContext {
   template <typename scalar_t>
   static PackedContext make(const at::Tensor& x, const std::vector<char>& seen, bool with_panels,
                             bool with_rows) {
-      const Strided<scalar_t> source(x);
+    const Strided<scalar_t> source(x);
     const int64_t length = x.size(0), heads = x.size(1), dim = x.size(2), count = seen.size();
     const int64_t padded = round_up(dim, kPanel<acc_t>);
     const auto options = x.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
     PackedContext packed;
+    constexpr int64_t kGrain = 128;  // panels a thread should have at least
     if (with_panels) packed.panels = at::empty({heads, count, dim, kPanel<acc_t>}, options);
     if (with_rows) packed.rows = at::empty({heads, count * kPanel<acc_t>, padded}, options);
-    at::parallel_for(0, count * heads, 8, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, count * heads, kGrain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t panel = i / heads, head = i % heads, row = panel * kPanel<acc_t>;
         if (!seen[panel]) continue;
@@ -195,5 +203,4 @@ struct PackedContext {
   }
 };
 
-
-}  // namespace dflash
+}  // namespace dflash::attention

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from dflash_ext.ops.block_attention.naive import accumulate_dtype
 
 __all__ = ["block_attention"]
 
@@ -38,11 +42,6 @@ def block_attention(
         q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, scale=scale, window=window, causal=causal
     )
     return out
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 stays fp64; every other input is accumulated in fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @torch.library.register_fake("dflash_ext::block_attention")
@@ -80,7 +79,9 @@ def _(
     return q.new_empty(q.shape), k_blk.new_empty(k_blk.shape), v_blk.new_empty(v_blk.shape)
 
 
-def _save_inputs(ctx, inputs, keyword_only_inputs, output) -> None:
+def _save_inputs(
+    ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: tuple[Tensor, Tensor]
+) -> None:
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.options = keyword_only_inputs
@@ -88,7 +89,7 @@ def _save_inputs(ctx, inputs, keyword_only_inputs, output) -> None:
     ctx.save_for_backward(*tensors, out, lse, ctx_start, ctx_end)
 
 
-def _backward(ctx, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: a checkpoint hands each tensor out only once
     q, k_ctx, v_ctx, *_ = saved
     dtype = accumulate_dtype(q.dtype)

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 stays fp64; every other input is accumulated in fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def visible_keys(
     context: Tensor, block_size: int, width: int, window: int | None, causal: bool
 ) -> Tensor:
@@ -45,7 +50,7 @@ def block_attention_naive(
     """(out [A, K, Hq, D] in q's dtype, lse [A, K, Hq] in the accumulation dtype)."""
     num_blocks, block_size, q_heads, dim = q.shape
     kv_heads = k_blk.shape[2]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = accumulate_dtype(q.dtype)
     context = ctx_end - ctx_start
     width = int(context.max()) if num_blocks else 0
     gather = ctx_start[:, None] + torch.arange(width, device=q.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -164,16 +166,19 @@ def _(
     )
 
 
-def _save_gradient(ctx, inputs, keyword_only_inputs, output) -> None:
+def _save_gradient(
+    ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: tuple[Tensor, ...]
+) -> None:
     # The gradient is made by the forward pass; everything but the loss is a by-product of it.
     _, d_hidden, *statistics = output
     ctx.mark_non_differentiable(d_hidden, *statistics)
     ctx.save_for_backward(d_hidden)
 
 
-def _backward(ctx, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     (d_hidden,) = ctx.saved_tensors
-    return (d_hidden * grad_loss.to(d_hidden.dtype), *[None] * 8)
+    scaled = d_hidden.to(grad_loss.dtype) * grad_loss
+    return (scaled.to(d_hidden.dtype), *[None] * 8)
 
 
 torch.library.register_autograd("dflash_ext::draft_loss", _backward, setup_context=_save_gradient)
