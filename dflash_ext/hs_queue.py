@@ -31,7 +31,7 @@ class Slot:
         hidden: ``[token_budget, num_layers * hidden_size]``, the captured layers side by side;
             with ``split_fc`` ``[num_layers, token_budget, hidden_size]``.
         last_hidden: ``[token_budget, hidden_size]`` after the target's final norm, or None.
-        high_water: ``[num_layers + 1]`` int64, per column group the rows that may be non-zero.
+        high_water: ``[2]`` int64, the rows of ``hidden`` and ``last_hidden`` that may be non-zero.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Slot:
         self.last_hidden: Tensor | None = None
         if with_last:
             self.last_hidden = torch.zeros(token_budget, hidden_size, dtype=dtype, device=device)
-        self.high_water = torch.zeros(num_layers + 1, dtype=torch.int64, device=device)
+        self.high_water = torch.zeros(2, dtype=torch.int64, device=device)
         self.state = SlotState.FREE
         self.ticket: Ticket | None = None
 

@@ -253,6 +253,7 @@ class Pipeline:
             num_eval_plans=len(self.planner.eval_plans()) if self.eval_examples else 0,
             save=self._save if rank == 0 else None,
             cpu_threads=self.cpu_threads,
+            eval_threads=self.cpu_threads * (len(cfg.topology.targets) + self.world),
         )
 
     # -- running -------------------------------------------------------------------------------

@@ -66,13 +66,12 @@ class TargetForwardLoop:
         n_rows = torch.tensor(plan.n_tokens)
 
         def pack(column: int, hidden: Tensor) -> None:
-            # Each column group has its own high-water mark: the groups are packed one by one.
             ops.pack_hidden(
                 [hidden],
                 plan.src_index,
                 slot.hidden,
                 n_rows=n_rows,
-                high_water=slot.high_water[column],
+                high_water=slot.high_water[0],
                 first_layer=column,
             )
 
@@ -86,5 +85,5 @@ class TargetForwardLoop:
                 plan.src_index,
                 slot.last_hidden,
                 n_rows=n_rows,
-                high_water=slot.high_water[len(self.layer_ids)],
+                high_water=slot.high_water[1],
             )

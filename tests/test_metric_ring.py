@@ -135,8 +135,9 @@ def counts(result):
 def test_race(tmp_path, slots, words):
     read, dropped = counts(race(tmp_path, [], MILLION, slots, words))
     assert read + dropped == MILLION
-    assert read > 10_000
-    assert dropped > 10_000
+    # Both sides met; how often the reader falls behind is the scheduler's choice.
+    assert read > 100
+    assert dropped > 100
 
 
 def test_race_with_room_for_all(tmp_path):

@@ -46,6 +46,8 @@ class DrafterTrainLoop:
         eval_steps: steps before which the evaluation batches of drafter 0 come.
         num_eval_plans: how many evaluation batches there are each time.
         save: writes a checkpoint after this many steps (drafter 0 only).
+        cpu_threads, eval_threads: of this thread's operators in training and in evaluation,
+            during which the other workers wait.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class DrafterTrainLoop:
         num_eval_plans: int,
         save: Callable[[int], None] | None,
         cpu_threads: int,
+        eval_threads: int,
     ) -> None:
         self.cfg = cfg
         self.rank, self.world = rank, world
@@ -74,7 +77,7 @@ class DrafterTrainLoop:
         self.optimizer, self.hs_queue, self.grad_sync = optimizer, hs_queue, grad_sync
         self.stream, self.supervisor = stream, supervisor
         self.steps, self.eval_steps, self.num_eval_plans = steps, eval_steps, num_eval_plans
-        self.save, self.cpu_threads = save, cpu_threads
+        self.save, self.cpu_threads, self.eval_threads = save, cpu_threads, eval_threads
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.done_steps = steps.start
         self.tokens = 0
@@ -170,6 +173,7 @@ class DrafterTrainLoop:
         if self.rank != 0 or step not in self.eval_steps:
             return
         lengths: list[list[int]] = []
+        torch.set_num_threads(self.eval_threads)
         for i in range(self.num_eval_plans):
             worker.at(f"step {step}, evaluation batch {i}")
             if self.supervisor.signum is not None:
@@ -184,5 +188,6 @@ class DrafterTrainLoop:
                 stop_token_ids=self.model.spec.eos_token_ids,
             )
             self.hs_queue.release(slot)
+        torch.set_num_threads(self.cpu_threads)
         self.scores[step] = accept_len(lengths)
         self.evals.append((step, lengths))
