@@ -1,0 +1,515 @@
+// lm_head_topk on Hopper: hidden @ weight^T by TMA and wgmma, its logits consumed in registers.
+//
+// A cluster of two blocks takes 256 rows of hidden and a strip of the vocabulary, which it walks in
+// ascending order, 256 ids at a time; both blocks need the same ids, so each copies half of them
+// into both. In a block one warpgroup copies and two multiply, 64 rows each. After each 256 ids a
+// multiplying thread holds 2 x 64 logits and folds them into its rows' running maximum, sum of
+// exponentials, number of ids before the label and list of the k best. The k-th best is shared
+// between strips through `thresholds`, so that few logits reach the list at all.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "sm90.cuh"
+#include "topk_key.cuh"
+
+namespace dflash::sm90 {
+
+constexpr int kTileRows = 128;  // of a block, 64 of a multiplying warpgroup
+constexpr int kPairRows = 2 * kTileRows;
+constexpr int kTileIds = 256;
+constexpr int kTileK = 64;  // 128 bytes, the width of the swizzle
+constexpr int kStages = 4;
+constexpr int kRowsBytes = kTileRows * kTileK * 2;
+constexpr int kIdsBytes = kTileIds * kTileK * 2;
+constexpr int kStageBytes = kRowsBytes + kIdsBytes;
+constexpr int kThreads = 384;
+constexpr int kMaxK = 32;
+constexpr float kLog2e = 1.4426950408889634f;
+
+// One group of row pairs is worked off at a time, so that its hidden states stay in L2. Each of its
+// pairs has `strips` strips of `length` tiles; what is left of the vocabulary after them is cut
+// evenly for the clusters left over.
+struct Group {
+  int pairs, strips, length, extra_clusters, extra_length;
+};
+
+struct Schedule {
+  int tiles, clusters;
+  int num_groups, num_larger;  // groups [0, num_larger) have one pair more
+  Group larger, smaller;
+  int slots;  // partial results of a row
+};
+
+// Partial result of a row over one strip. sum = 0: nothing but -inf. max = NaN: there was a NaN.
+struct Part {
+  float max, sum;
+  int count, unused;
+};
+
+struct HeadParams {
+  int num_rows, valid, width, k;
+  Transform transform;
+  const int64_t* labels;       // [rows] or null
+  const float* label_logits;   // [rows] or null
+  uint32_t* thresholds;        // [rows] ordered bits of the k-th best id of any strip, 0 at first
+  uint64_t* keys;              // [rows, slots, k], 0 at first
+  Part* parts;                 // [rows, slots], 0 at first
+  Schedule schedule;
+};
+
+inline Group plan_group(int pairs, int clusters, int tiles) {
+  Group group{pairs, std::min(clusters / pairs, tiles), 0, 0, 0};
+  const int idle = clusters - group.strips * pairs;
+  group.length = (tiles + group.strips - 1) / group.strips;
+  if (group.strips == tiles || idle == 0) return group;
+  // The length that makes the slowest cluster fastest.
+  int best = group.length;
+  for (int length = tiles * pairs / clusters; length < group.length; ++length) {
+    const int rest = pairs * (tiles - group.strips * length);
+    const int extra = (rest + idle - 1) / idle;
+    if (std::max(length, extra) >= best) continue;
+    best = std::max(length, extra);
+    group.length = length;
+    group.extra_clusters = idle;
+    group.extra_length = extra;
+  }
+  return group;
+}
+
+inline Schedule plan_schedule(int num_rows, int valid, int width, int clusters) {
+  constexpr int kPairsBytes = 22 << 20;  // of hidden states at a time; L2 has 50 MB and more
+  constexpr int kMostPairs = 8;
+  Schedule schedule{};
+  schedule.tiles = (valid + kTileIds - 1) / kTileIds;
+  schedule.clusters = clusters;
+  const int pairs = (num_rows + kPairRows - 1) / kPairRows;
+  const int most = std::clamp(clusters - 1, 1, kMostPairs);
+  const int fit = std::clamp(kPairsBytes / (kPairRows * 2 * width), 1, most);
+  schedule.num_groups = (pairs + fit - 1) / fit;
+  schedule.num_larger = pairs % schedule.num_groups;
+  const int smaller = pairs / schedule.num_groups;
+  schedule.smaller = plan_group(smaller, clusters, schedule.tiles);
+  schedule.larger = plan_group(smaller + 1, clusters, schedule.tiles);
+  // There are fewer clusters left over than pairs, so a pair's rest is cut at most once.
+  schedule.slots = schedule.smaller.strips + 2;
+  return schedule;
+}
+
+struct Strip {
+  int pair, begin, end;  // tiles
+  int slot;              // of its partial results
+};
+
+// The strips of one cluster, in turn.
+struct StripIterator {
+  int group = 0;
+  int first_pair = 0;
+  int done = 0;  // tiles of a cluster left over, in the group at hand
+
+  __device__ __forceinline__ bool next(const Schedule& schedule, int cluster, Strip& strip) {
+    while (group < schedule.num_groups) {
+      const Group& now = group < schedule.num_larger ? schedule.larger : schedule.smaller;
+      const int extra = cluster - now.strips * now.pairs;
+      bool last = true;
+      if (extra < 0) {
+        strip.slot = cluster / now.pairs;
+        strip.pair = first_pair + cluster % now.pairs;
+        strip.begin = strip.slot * now.length;
+        strip.end = min(strip.begin + now.length, schedule.tiles);
+      } else {
+        const int rest_begin = now.strips * now.length;
+        const int rest = max(schedule.tiles - rest_begin, 1);
+        const int at = extra * now.extra_length + done;
+        const int stop = min((extra + 1) * now.extra_length,
+                             (schedule.tiles - rest_begin) * now.pairs);
+        const int begin = at % rest;
+        const int end = min(rest, begin + stop - at);
+        strip.slot = now.strips + (begin > 0 ? 1 : 0);
+        strip.pair = first_pair + at / rest;
+        strip.begin = rest_begin + begin;
+        strip.end = rest_begin + end;
+        last = at + (end - begin) >= stop;
+        done += end - begin;
+      }
+      if (last) {
+        ++group;
+        first_pair += now.pairs;
+        done = 0;
+      }
+      if (strip.begin < strip.end) return true;
+    }
+    return false;
+  }
+};
+
+// Position in the ring of stages; parity flips at each round.
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// What a thread knows of one of its two rows; four neighbouring lanes share a row.
+struct Row {
+  float max, sum;  // of this lane's logits; sum of exp(z - max)
+  uint32_t nan;
+  int count;  // ids before the label, of this lane's
+  float threshold;
+  int index;  // in hidden
+  int label;  // -1: none
+  float label_logit;
+};
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr int kGroupsOfRow = 8;  // a lane's 64 logits of a row are looked at in groups of 8
+
+// Logit i of this lane in group g of its row `kHalf`, and its offset in the tile.
+template <int kHalf>
+__device__ __forceinline__ constexpr int slot_of(int g, int i) {
+  return 4 * (4 * g + i / 2) + 2 * kHalf + i % 2;
+}
+
+__device__ __forceinline__ int offset_of(int g, int i, int lane) {
+  return 8 * (4 * g + i / 2) + 2 * (lane & 3) + (i & 1);
+}
+
+// A lower bound of the k-th best of a row's tile: the k-th of its 32 groups' maxima.
+__device__ __forceinline__ float first_threshold(const float (&group_max)[kGroupsOfRow], int k) {
+  uint32_t mine[kGroupsOfRow];
+  int not_below[kGroupsOfRow];  // how many of the 32 are >= mine
+#pragma unroll
+  for (int i = 0; i < kGroupsOfRow; ++i) {
+    mine[i] = ordered_bits(group_max[i]);
+    not_below[i] = 0;
+  }
+#pragma unroll 1
+  for (int other = 0; other < 4; ++other) {
+#pragma unroll
+    for (int j = 0; j < kGroupsOfRow; ++j) {
+      const uint32_t theirs = __shfl_xor_sync(~0u, mine[j], other);
+#pragma unroll
+      for (int i = 0; i < kGroupsOfRow; ++i) not_below[i] += theirs >= mine[i];
+    }
+  }
+  uint32_t best = 0;
+#pragma unroll
+  for (int i = 0; i < kGroupsOfRow; ++i) {
+    if (not_below[i] >= k) best = max(best, mine[i]);
+  }
+  best = max(best, __shfl_xor_sync(~0u, best, 1));
+  best = max(best, __shfl_xor_sync(~0u, best, 2));
+  return from_ordered_bits(best);
+}
+
+// Puts one candidate of each lane that has one into the sorted lists of the warp's rows.
+// `lists` [8 rows, k] are those of this half.
+__device__ __forceinline__ void insert_candidates(bool has, float z, int id, Row& row,
+                                                  uint64_t* lists, const HeadParams& p) {
+  const int lane = threadIdx.x & 31;
+  const uint32_t ordered = ordered_bits(z);
+  uint32_t pending = __ballot_sync(~0u, has);
+  while (pending != 0) {
+    const int source = __ffs(pending) - 1;
+    pending &= pending - 1;
+    const uint64_t key = make_key(__shfl_sync(~0u, ordered, source), __shfl_sync(~0u, id, source));
+    uint64_t* list = lists + (source >> 2) * p.k;
+    const uint64_t mine = lane < p.k ? list[lane] : 0;
+    const int place = __popc(__ballot_sync(~0u, mine > key));
+    if (place >= p.k) continue;
+    const uint64_t above = __shfl_up_sync(~0u, mine, 1);
+    const uint64_t now = lane < place ? mine : lane == place ? key : above;
+    if (lane < p.k) list[lane] = now;
+    const uint32_t last = __shfl_sync(~0u, static_cast<uint32_t>(now >> 32), p.k - 1);
+    if (last != 0 && lane >> 2 == source >> 2) {
+      row.threshold = fmaxf(row.threshold, from_ordered_bits(last));
+      if (lane == source && row.index < p.num_rows) atomicMax(p.thresholds + row.index, last);
+    }
+    __syncwarp();
+  }
+}
+
+// Folds the logits of one tile and one row of each lane into the row's state.
+template <int kHalf>
+__device__ __forceinline__ void fold(const float (&logits)[128], Row& row, uint64_t* lists,
+                                     int first_id, bool first_tile, uint32_t shared_threshold,
+                                     const HeadParams& p) {
+  const int lane = threadIdx.x & 31;
+  float group_max[kGroupsOfRow];
+#pragma unroll
+  for (int g = 0; g < kGroupsOfRow; ++g) {
+    group_max[g] = logits[slot_of<kHalf>(g, 0)];
+#pragma unroll
+    for (int i = 1; i < 8; ++i) {
+      group_max[g] = fmaxf(group_max[g], logits[slot_of<kHalf>(g, i)]);
+    }
+  }
+  float tile_max = group_max[0];
+#pragma unroll
+  for (int g = 1; g < kGroupsOfRow; ++g) tile_max = fmaxf(tile_max, group_max[g]);
+
+  const float new_max = fmaxf(row.max, tile_max);
+  const float shift = new_max == -INFINITY ? 0.0f : new_max * kLog2e;
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int g = 0; g < kGroupsOfRow; ++g) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sums[i % 4] += exp2_fast(fmaf(logits[slot_of<kHalf>(g, i)], kLog2e, -shift));
+    }
+  }
+  const float tile_sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  row.sum = row.sum * exp2_fast(fmaf(row.max, kLog2e, -shift)) + tile_sum;
+  row.max = new_max;
+  const bool odd = isnan(tile_sum);  // a NaN or an infinity: rare, so looked at more closely
+  if (odd) {
+#pragma unroll
+    for (int g = 0; g < kGroupsOfRow; ++g) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) row.nan |= isnan(logits[slot_of<kHalf>(g, i)]) ? 1 : 0;
+    }
+  }
+
+  if (p.labels != nullptr) {
+    const bool near = row.label >= first_id && row.label < first_id + kTileIds;
+    if (__any_sync(~0u, near || isnan(row.label_logit))) {
+      const uint64_t label_key = make_key(ordered_bits(row.label_logit), row.label);
+#pragma unroll
+      for (int g = 0; g < kGroupsOfRow; ++g) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int id = first_id + offset_of(g, i, lane);
+          const uint64_t key = make_key(ordered_bits(logits[slot_of<kHalf>(g, i)]), id);
+          row.count += id < p.valid && key > label_key;
+        }
+      }
+    } else {
+      // Before the label an equal logit counts, as does one above the next float below it; after
+      // it only a greater one. !(z <= limit) holds for NaN too, and always for limit = NaN, which
+      // stands below -inf.
+      float limit = row.label_logit;
+      if (row.label >= first_id + kTileIds) {
+        limit = limit == -INFINITY ? NAN : from_ordered_bits(ordered_bits(limit) - 1);
+      }
+      int counts[2] = {0, 0};
+#pragma unroll
+      for (int g = 0; g < kGroupsOfRow; ++g) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) counts[i % 2] += !(logits[slot_of<kHalf>(g, i)] <= limit);
+      }
+      row.count += counts[0] + counts[1];
+    }
+  }
+
+  if (shared_threshold != 0) {
+    row.threshold = fmaxf(row.threshold, from_ordered_bits(shared_threshold));
+  }
+  if (first_tile) row.threshold = fmaxf(row.threshold, first_threshold(group_max, p.k));
+  uint32_t groups = 0;
+#pragma unroll
+  for (int g = 0; g < kGroupsOfRow; ++g) {
+    groups |= (!(group_max[g] < row.threshold) || odd) ? 1u << g : 0u;
+  }
+  groups = __reduce_or_sync(~0u, groups);
+  if (groups == 0) return;
+#pragma unroll
+  for (int g = 0; g < kGroupsOfRow; ++g) {
+    if ((groups >> g & 1) == 0) continue;
+    uint32_t candidates = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const bool valid = first_id + offset_of(g, i, lane) < p.valid;
+      const bool found = valid && !(logits[slot_of<kHalf>(g, i)] < row.threshold);
+      candidates |= found ? 1u << i : 0u;
+    }
+    while (__any_sync(~0u, candidates != 0)) {
+      const int i = candidates == 0 ? 0 : __ffs(candidates) - 1;
+      // A register cannot be chosen at run time.
+      float z = logits[slot_of<kHalf>(g, 0)];
+#pragma unroll
+      for (int other = 1; other < 8; ++other) {
+        if (i == other) z = logits[slot_of<kHalf>(g, other)];
+      }
+      const bool has = candidates != 0 && !(z < row.threshold);
+      candidates &= candidates - 1;
+      insert_candidates(has, z, first_id + offset_of(g, i, lane), row, lists, p);
+    }
+  }
+}
+
+// Joins the four lanes of a row and writes its partial result.
+__device__ __forceinline__ void write_part(Row& row, const uint64_t* lists, int slot,
+                                           const HeadParams& p) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const float other_max = __shfl_xor_sync(~0u, row.max, step);
+    const float other_sum = __shfl_xor_sync(~0u, row.sum, step);
+    const float larger = fmaxf(row.max, other_max);
+    const float shift = larger == -INFINITY ? 0.0f : larger * kLog2e;
+    // Written so that both lanes of a pair round alike.
+    const float mine = __fmul_rn(row.sum, exp2_fast(fmaf(row.max, kLog2e, -shift)));
+    const float theirs = __fmul_rn(other_sum, exp2_fast(fmaf(other_max, kLog2e, -shift)));
+    row.sum = mine + theirs;
+    row.max = larger;
+    row.count += __shfl_xor_sync(~0u, row.count, step);
+    row.nan |= __shfl_xor_sync(~0u, row.nan, step);
+  }
+  if (row.index >= p.num_rows) return;
+  const int64_t part = static_cast<int64_t>(row.index) * p.schedule.slots + slot;
+  const uint64_t* list = lists + (lane >> 2) * p.k;
+  for (int i = lane & 3; i < p.k; i += 4) p.keys[part * p.k + i] = list[i];
+  if ((lane & 3) == 0) {
+    // A sum with +inf in it is of no use, but must not look like NaN or nothing.
+    const float sum = row.max == INFINITY || row.nan != 0 ? 1.0f : row.sum;
+    p.parts[part] = {row.nan != 0 ? NAN : row.max, sum, row.count, 0};
+  }
+}
+
+template <typename T>
+__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
+    head_kernel(const __grid_constant__ CUtensorMap hidden, const __grid_constant__ CUtensorMap weight,
+                const __grid_constant__ HeadParams p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t shared[];
+  uint64_t* lists = reinterpret_cast<uint64_t*>(shared + kStages * kStageBytes);  // [128 rows, k]
+  __shared__ uint64_t barriers[2 * kStages];
+  const uint32_t stages = shared_address(shared);
+  const uint32_t full = shared_address(barriers), empty = full + kStages * 8;
+  const int rank = cluster_rank();
+  const int cluster = blockIdx.x / 2;
+  const int warpgroup = threadIdx.x / 128;
+  const int steps = (p.width + kTileK - 1) / kTileK;
+  StripIterator strips;
+  Strip strip;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, 2 * 8);  // the multiplying warps of both blocks
+    }
+    fence_barrier_init();
+  }
+  cluster_sync();
+
+  if (warpgroup == 2) {
+    give_registers<40>();
+    if (threadIdx.x == 256) {
+      Ring ring;
+      while (strips.next(p.schedule, cluster, strip)) {
+        const int row = strip.pair * kPairRows + rank * kTileRows;
+        for (int tile = strip.begin; tile < strip.end; ++tile) {
+          const int id = tile * kTileIds + rank * (kTileIds / 2);
+#pragma unroll 1
+          for (int step = 0; step < steps; ++step) {
+            const uint32_t stage = stages + ring.stage * kStageBytes;
+            const uint32_t barrier = full + 8 * ring.stage;
+            wait(empty + 8 * ring.stage, ring.parity ^ 1);
+            arrive_expect(barrier, kStageBytes);
+            copy_box(stage, &hidden, step * kTileK, row, barrier, kEvictLast);
+            copy_box_multicast(stage + kRowsBytes + rank * (kIdsBytes / 2), &weight, step * kTileK,
+                               id, barrier, 3, kEvictNormal);
+            ring.advance();
+          }
+        }
+      }
+    }
+  } else {
+    take_registers<232>();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    uint64_t* warp_lists = lists + warp * 16 * p.k;
+    const uint32_t my_rows = warpgroup * (kRowsBytes / 2);
+    const auto release = [&](int stage) {
+      if (lane < 2) arrive_cluster(empty + 8 * stage, lane);
+    };
+    Ring ring;
+    float logits[128];
+
+    while (strips.next(p.schedule, cluster, strip)) {
+      Row rows[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Row& row = rows[half];
+        const int index = strip.pair * kPairRows + rank * kTileRows + warp * 16 + half * 8 + lane / 4;
+        row = {-INFINITY, 0.0f, 0, 0, -INFINITY, index, -1, 0.0f};
+        if (p.labels == nullptr || index >= p.num_rows) continue;
+        // A label out of range is dealt with at the end; any number will do here.
+        row.label = static_cast<int>(p.labels[index]);
+        row.label_logit = p.label_logits[index];
+      }
+      for (int i = lane; i < 16 * p.k; i += 32) warp_lists[i] = 0;
+      __syncwarp();
+
+      for (int tile = strip.begin; tile < strip.end; ++tile) {
+        uint32_t shared_thresholds[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int index = min(rows[half].index, p.num_rows - 1);
+          asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                       : "=r"(shared_thresholds[half])
+                       : "l"(p.thresholds + index));
+        }
+        int previous = 0;
+        for (int step = 0; step < steps; ++step) {
+          wait(full + 8 * ring.stage, ring.parity);
+          const uint32_t stage = stages + ring.stage * kStageBytes;
+          const uint64_t a = operand(stage + my_rows), b = operand(stage + kRowsBytes);
+          pin(logits);
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kTileK / 16; ++i) {
+            wgmma<T>(logits, a + i * kOperandStep, b + i * kOperandStep, step > 0 || i > 0);
+          }
+          wgmma_commit();
+          pin(logits);
+          // Only now are the products of the step before done, and its stage free.
+          wgmma_wait<1>();
+          if (step > 0) release(previous);
+          previous = ring.stage;
+          ring.advance();
+        }
+        wgmma_wait<0>();
+        pin(logits);
+        release(previous);
+
+        const int first_id = tile * kTileIds;
+        if (p.transform.softcap > 0 || p.transform.scale != 1.0f) {
+#pragma unroll
+          for (int i = 0; i < 128; ++i) logits[i] = p.transform(logits[i]);
+        }
+        if (first_id + kTileIds > p.valid) {
+#pragma unroll
+          for (int i = 0; i < 128; ++i) {
+            const int id = first_id + 8 * (i / 4) + 2 * (lane & 3) + i % 2;
+            if (id >= p.valid) logits[i] = -INFINITY;
+          }
+        }
+        fold<0>(logits, rows[0], warp_lists, first_id, tile == strip.begin, shared_thresholds[0], p);
+        fold<1>(logits, rows[1], warp_lists + 8 * p.k, first_id, tile == strip.begin,
+                shared_thresholds[1], p);
+      }
+      write_part(rows[0], warp_lists, strip.slot, p);
+      write_part(rows[1], warp_lists + 8 * p.k, strip.slot, p);
+      __syncwarp();
+    }
+  }
+  // The other block may still copy into this one or arrive at its barriers.
+  cluster_sync();
+#endif
+}
+
+}  // namespace dflash::sm90

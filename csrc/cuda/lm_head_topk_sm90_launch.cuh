@@ -1,0 +1,303 @@
+// The steps around the Hopper kernel of lm_head_topk: the labels' logits before it, which its ids
+// are compared with, and the merge of the strips' partial results after it.
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include <type_traits>
+
+#include "lm_head_topk_sm90.cuh"
+
+namespace dflash::sm90 {
+
+constexpr int kLabelRows = 64;
+constexpr int kLabelStages = 8;
+constexpr int kLabelBytes = kLabelRows * kTileK * 2;  // of one operand and stage
+constexpr int kLabelThreads = 128;
+
+// 16 bytes, or zeros, from global into shared memory.
+__device__ __forceinline__ void copy_16(uint32_t target, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// label_logits[row] = transform(hidden[row] . weight[labels[row]]), by the same products in the same
+// order as head_kernel, so that it equals that kernel's logit bit for bit. 64 rows a block: the
+// diagonal of hidden @ weight[labels]^T.
+template <typename T>
+__global__ void __launch_bounds__(kLabelThreads)
+    label_logits_kernel(const T* hidden, int64_t hidden_stride, const T* weight,
+                        int64_t weight_stride, HeadParams p, float* label_logits) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t stages = shared_address(shared);
+  const int first_row = blockIdx.x * kLabelRows;
+  const int steps = (p.width + kTileK - 1) / kTileK;
+
+  // Thread t copies chunk t % 8 (8 elements) of rows t / 8 + 16 i.
+  const int chunk = threadIdx.x % 8;
+  const T* sources[2][kLabelRows / 16];
+#pragma unroll
+  for (int i = 0; i < kLabelRows / 16; ++i) {
+    const int row = min(first_row + static_cast<int>(threadIdx.x / 8) + 16 * i, p.num_rows - 1);
+    const int64_t label = p.labels[row];
+    const int64_t id = label >= 0 && label < p.valid ? label : 0;
+    sources[0][i] = hidden + row * hidden_stride;
+    sources[1][i] = weight + id * weight_stride;
+  }
+  const auto copy_step = [&](int step) {
+    const uint32_t stage = stages + step % kLabelStages * 2 * kLabelBytes;
+    const int k = step * kTileK + chunk * 8;
+    if (step < steps) {
+#pragma unroll
+      for (int operand_index = 0; operand_index < 2; ++operand_index) {
+#pragma unroll
+        for (int i = 0; i < kLabelRows / 16; ++i) {
+          const int row = threadIdx.x / 8 + 16 * i;
+          const uint32_t target = stage + operand_index * kLabelBytes + row * kTileK * 2 +
+                                  (chunk ^ (row & 7)) * 16;
+          copy_16(target, sources[operand_index][i] + (k < p.width ? k : 0), k < p.width);
+        }
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+
+  float logits[32];
+  for (int step = 0; step < kLabelStages - 1; ++step) copy_step(step);
+  for (int step = 0; step < steps; ++step) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLabelStages - 2) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    const uint32_t stage = stages + step % kLabelStages * 2 * kLabelBytes;
+    const uint64_t a = operand(stage), b = operand(stage + kLabelBytes);
+    pin(logits);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kTileK / 16; ++i) {
+      wgmma<T>(logits, a + i * kOperandStep, b + i * kOperandStep, step > 0 || i > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(logits);
+    // All threads are past the products of the step before, whose stage this fills.
+    copy_step(step + kLabelStages - 1);
+  }
+
+  // Row 16 warp + 8 half + lane / 4 is column 8 j + 2 (lane % 4) + e for j = 2 warp + half.
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  float diagonal[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float z = lane / 4 % 2 == 0 ? logits[4 * j + 2 * (j % 2)] : logits[4 * j + 2 * (j % 2) + 1];
+    if (j / 2 == warp) diagonal[j % 2] = z;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row + 16 * warp + 8 * half + lane / 4;
+    if (lane % 4 == lane / 8 && row < p.num_rows) label_logits[row] = p.transform(diagonal[half]);
+  }
+#endif
+}
+
+constexpr int kMergeSlots = 4;  // of each lane
+
+// A warp a row: joins the partial results of its strips.
+__global__ void __launch_bounds__(128) merge_kernel(HeadParams p, int vocab, TopkOutputs out) {
+  const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x & 31;
+  if (row >= p.num_rows) return;
+  const int slots = p.schedule.slots;
+  const int64_t first = static_cast<int64_t>(row) * slots;
+
+  float max = -INFINITY, sum = 0.0f;
+  int count = 0;
+  bool nan = false;
+  for (int slot = lane; slot < slots; slot += 32) {
+    const Part part = p.parts[first + slot];
+    nan |= isnan(part.max);
+    if (part.sum > 0 && part.max > max) {
+      sum *= exp2f((max - part.max) * kLog2e);
+      max = part.max;
+    }
+    // Equal infinities would give NaN.
+    if (part.sum > 0) sum += part.sum * (part.max == max ? 1 : exp2f((part.max - max) * kLog2e));
+    count += part.count;
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const float other_max = __shfl_xor_sync(~0u, max, step);
+    const float other_sum = __shfl_xor_sync(~0u, sum, step);
+    const float larger = fmaxf(max, other_max);
+    const float mine = max == larger ? sum : __fmul_rn(sum, exp2f((max - larger) * kLog2e));
+    const float theirs = other_max == larger
+                             ? other_sum
+                             : __fmul_rn(other_sum, exp2f((other_max - larger) * kLog2e));
+    sum = mine + theirs;
+    max = larger;
+    count += __shfl_xor_sync(~0u, count, step);
+    nan |= __shfl_xor_sync(~0u, nan, step) != 0;
+  }
+
+  // Each lane offers the first keys left of its slots; the largest of all comes next.
+  const uint64_t* lists[kMergeSlots];
+  int used[kMergeSlots];
+#pragma unroll
+  for (int i = 0; i < kMergeSlots; ++i) {
+    const int slot = lane + 32 * i;
+    lists[i] = slot < slots ? p.keys + (first + slot) * p.k : nullptr;
+    used[i] = 0;
+  }
+  for (int place = 0; place < p.k; ++place) {
+    uint64_t mine = 0;
+    int from = 0;
+#pragma unroll
+    for (int i = 0; i < kMergeSlots; ++i) {
+      if (lists[i] == nullptr || used[i] == p.k) continue;
+      const uint64_t key = lists[i][used[i]];
+      if (key <= mine) continue;
+      mine = key;
+      from = i;
+    }
+    uint64_t best = mine;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      const uint64_t other = __shfl_xor_sync(~0u, best, step);
+      best = other > best ? other : best;
+    }
+    if (best != 0 && best == mine) {
+#pragma unroll
+      for (int i = 0; i < kMergeSlots; ++i) used[i] += i == from;
+    }
+    if (lane == 0) {
+      const int64_t at = static_cast<int64_t>(row) * p.k + place;
+      out.values[at] = best == 0 ? -INFINITY : key_value(best);
+      out.indices[at] = best == 0 ? -1 : key_index(best);
+    }
+  }
+  if (lane != 0) return;
+  out.logsumexp[row] = nan ? NAN : isinf(max) ? max : max + logf(sum);
+  if (p.labels == nullptr) return;
+  if (write_odd_label(out, row, p.labels[row], vocab, p.valid)) return;
+  out.rank[row] = count;
+  out.label_logit[row] = p.label_logits[row];
+}
+
+struct HeadInputs {
+  const void *hidden, *weight;            // T[rows, width], T[vocab, width]
+  int64_t hidden_stride, weight_stride;  // multiples of 8
+  int64_t num_rows;
+  int vocab, valid, width, k;
+  const int64_t* labels;  // or null
+  Transform transform;
+};
+
+// Rows of one launch: the scratch of more would not be bounded.
+constexpr int64_t kLaunchRows = 16384;
+
+inline HeadParams plan(const HeadInputs& in, int64_t first_row, int num_multiprocessors) {
+  HeadParams p{};
+  p.num_rows = static_cast<int>(std::min(in.num_rows - first_row, kLaunchRows));
+  p.valid = in.valid;
+  p.width = in.width;
+  p.k = in.k;
+  p.transform = in.transform;
+  p.labels = in.labels == nullptr ? nullptr : in.labels + first_row;
+  p.schedule = plan_schedule(p.num_rows, in.valid, in.width, num_multiprocessors / 2);
+  return p;
+}
+
+// Scratch: keys, partial results, thresholds (all zero at first), label logits.
+inline int64_t zeroed_bytes(const HeadParams& p) {
+  const int64_t parts = static_cast<int64_t>(p.num_rows) * p.schedule.slots;
+  return parts * (p.k * 8 + static_cast<int64_t>(sizeof(Part))) + int64_t{4} * p.num_rows;
+}
+
+inline int64_t scratch_bytes(const HeadInputs& in, int num_multiprocessors) {
+  const HeadParams p = plan(in, 0, num_multiprocessors);
+  return zeroed_bytes(p) + int64_t{4} * p.num_rows;
+}
+
+template <typename T>
+CUtensorMap tensor_map(PFN_cuTensorMapEncodeTiled_v12000 encode, const void* data, int64_t rows,
+                       int64_t width, int64_t stride, int box_rows, CUresult& result) {
+  CUtensorMap map;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * 2};
+  const cuuint32_t box[] = {kTileK, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t element_strides[] = {1, 1};
+  constexpr auto kType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  // What is out of bounds reads as zero.
+  const CUresult found =
+      encode(&map, kType, 2, const_cast<void*>(data), sizes, strides, box, element_strides,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (found != CUDA_SUCCESS) result = found;
+  return map;
+}
+
+// `scratch` has scratch_bytes(in, num_multiprocessors).
+template <typename T>
+cudaError_t launch_head(const HeadInputs& in, const TopkOutputs& outputs, uint8_t* scratch,
+                        int num_multiprocessors, cudaStream_t stream) {
+  void* symbol = nullptr;
+  cudaDriverEntryPointQueryResult query;
+  cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000,
+                                                       cudaEnableDefault, &query);
+  if (error != cudaSuccess) return error;
+  if (query != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+  const auto encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(symbol);
+
+  constexpr int kLabelShared = kLabelStages * 2 * kLabelBytes;
+  const int head_shared = kStages * kStageBytes + kTileRows * in.k * 8;
+  error = cudaFuncSetAttribute(head_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               head_shared);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(label_logits_kernel<T>,
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kLabelShared);
+  if (error != cudaSuccess) return error;
+
+  for (int64_t first = 0; first < in.num_rows; first += kLaunchRows) {
+    HeadParams p = plan(in, first, num_multiprocessors);
+    if (p.schedule.slots > 32 * kMergeSlots) return cudaErrorInvalidConfiguration;
+    const int64_t parts = static_cast<int64_t>(p.num_rows) * p.schedule.slots;
+    p.keys = reinterpret_cast<uint64_t*>(scratch);
+    p.parts = reinterpret_cast<Part*>(p.keys + parts * p.k);
+    p.thresholds = reinterpret_cast<uint32_t*>(p.parts + parts);
+    float* label_logits = reinterpret_cast<float*>(p.thresholds + p.num_rows);
+    p.label_logits = label_logits;
+    error = cudaMemsetAsync(scratch, 0, zeroed_bytes(p), stream);
+    if (error != cudaSuccess) return error;
+
+    const T* hidden = static_cast<const T*>(in.hidden) + first * in.hidden_stride;
+    const T* weight = static_cast<const T*>(in.weight);
+    if (p.labels != nullptr) {
+      const int blocks = (p.num_rows + kLabelRows - 1) / kLabelRows;
+      label_logits_kernel<T><<<blocks, kLabelThreads, kLabelShared, stream>>>(
+          hidden, in.hidden_stride, weight, in.weight_stride, p, label_logits);
+    }
+    CUresult result = CUDA_SUCCESS;
+    const CUtensorMap hidden_map = tensor_map<T>(encode, hidden, p.num_rows, in.width,
+                                                 in.hidden_stride, kTileRows, result);
+    const CUtensorMap weight_map = tensor_map<T>(encode, weight, in.valid, in.width,
+                                                 in.weight_stride, kTileIds / 2, result);
+    if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
+    head_kernel<T><<<2 * p.schedule.clusters, kThreads, head_shared, stream>>>(hidden_map,
+                                                                             weight_map, p);
+    TopkOutputs out = outputs;
+    out.values += first * in.k;
+    out.indices += first * in.k;
+    out.logsumexp += first;
+    if (p.labels != nullptr) {
+      out.rank += first;
+      out.label_logit += first;
+    }
+    merge_kernel<<<(p.num_rows + 3) / 4, 128, 0, stream>>>(p, in.vocab, out);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace dflash::sm90
