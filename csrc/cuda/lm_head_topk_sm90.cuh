@@ -44,7 +44,7 @@ struct Schedule {
   int slots;  // partial results of a row
 };
 
-// Partial result of a row over one strip. sum = 0: nothing but -inf. max = NaN: there was a NaN.
+// Partial result of a row over one strip. sum = 0: nothing but -inf. A NaN shows in the keys.
 struct Part {
   float max, sum;
   int count, unused;
@@ -162,10 +162,8 @@ struct Ring {
 // What a thread knows of one of its two rows; four neighbouring lanes share a row.
 struct Row {
   float max, sum;  // of this lane's logits; sum of exp(z - max)
-  uint32_t nan;
   int count;  // ids before the label, of this lane's
-  float threshold;
-  int index;  // in hidden
+  float threshold;  // the k-th best of this row or more, as far as known
   int label;  // -1: none
   float label_logit;
 };
@@ -219,7 +217,8 @@ __device__ __forceinline__ float first_threshold(const float (&group_max)[kGroup
 // Puts one candidate of each lane that has one into the sorted lists of the warp's rows.
 // `lists` [8 rows, k] are those of this half.
 __device__ __forceinline__ void insert_candidates(bool has, float z, int id, Row& row,
-                                                  uint64_t* lists, const HeadParams& p) {
+                                                  int index, uint64_t* lists,
+                                                  const HeadParams& p) {
   const int lane = threadIdx.x & 31;
   const uint32_t ordered = ordered_bits(z);
   uint32_t pending = __ballot_sync(~0u, has);
@@ -237,7 +236,7 @@ __device__ __forceinline__ void insert_candidates(bool has, float z, int id, Row
     const uint32_t last = __shfl_sync(~0u, static_cast<uint32_t>(now >> 32), p.k - 1);
     if (last != 0 && lane >> 2 == source >> 2) {
       row.threshold = fmaxf(row.threshold, from_ordered_bits(last));
-      if (lane == source && row.index < p.num_rows) atomicMax(p.thresholds + row.index, last);
+      if (lane == source && index < p.num_rows) atomicMax(p.thresholds + index, last);
     }
     __syncwarp();
   }
@@ -245,8 +244,8 @@ __device__ __forceinline__ void insert_candidates(bool has, float z, int id, Row
 
 // Folds the logits of one tile and one row of each lane into the row's state.
 template <int kHalf>
-__device__ __forceinline__ void fold(const float (&logits)[128], Row& row, uint64_t* lists,
-                                     int first_id, bool first_tile, uint32_t shared_threshold,
+__device__ __forceinline__ void fold(const float (&logits)[128], Row& row, int index,
+                                     uint64_t* lists, int first_id, bool first_tile, uint32_t shared_threshold,
                                      const HeadParams& p) {
   const int lane = threadIdx.x & 31;
   float group_max[kGroupsOfRow];
@@ -275,14 +274,8 @@ __device__ __forceinline__ void fold(const float (&logits)[128], Row& row, uint6
   const float tile_sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   row.sum = row.sum * exp2_fast(fmaf(row.max, kLog2e, -shift)) + tile_sum;
   row.max = new_max;
-  const bool odd = isnan(tile_sum);  // a NaN or an infinity: rare, so looked at more closely
-  if (odd) {
-#pragma unroll
-    for (int g = 0; g < kGroupsOfRow; ++g) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) row.nan |= isnan(logits[slot_of<kHalf>(g, i)]) ? 1 : 0;
-    }
-  }
+  // A NaN, which no maximum shows, or an infinity: rare, so every logit is looked at more closely.
+  const bool odd = isnan(tile_sum);
 
   if (p.labels != nullptr) {
     const bool near = row.label >= first_id && row.label < first_id + kTileIds;
@@ -303,7 +296,7 @@ __device__ __forceinline__ void fold(const float (&logits)[128], Row& row, uint6
       // stands below -inf.
       float limit = row.label_logit;
       if (row.label >= first_id + kTileIds) {
-        limit = limit == -INFINITY ? NAN : from_ordered_bits(ordered_bits(limit) - 1);
+        limit = limit == -INFINITY ? NAN : next_below(limit);
       }
       int counts[2] = {0, 0};
 #pragma unroll
@@ -346,13 +339,13 @@ __device__ __forceinline__ void fold(const float (&logits)[128], Row& row, uint6
       }
       const bool has = candidates != 0 && !(z < row.threshold);
       candidates &= candidates - 1;
-      insert_candidates(has, z, first_id + offset_of(g, i, lane), row, lists, p);
+      insert_candidates(has, z, first_id + offset_of(g, i, lane), row, index, lists, p);
     }
   }
 }
 
 // Joins the four lanes of a row and writes its partial result.
-__device__ __forceinline__ void write_part(Row& row, const uint64_t* lists, int slot,
+__device__ __forceinline__ void write_part(Row& row, int index, const uint64_t* lists, int slot,
                                            const HeadParams& p) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -367,16 +360,14 @@ __device__ __forceinline__ void write_part(Row& row, const uint64_t* lists, int 
     row.sum = mine + theirs;
     row.max = larger;
     row.count += __shfl_xor_sync(~0u, row.count, step);
-    row.nan |= __shfl_xor_sync(~0u, row.nan, step);
   }
-  if (row.index >= p.num_rows) return;
-  const int64_t part = static_cast<int64_t>(row.index) * p.schedule.slots + slot;
+  if (index >= p.num_rows) return;
+  const int64_t part = static_cast<int64_t>(index) * p.schedule.slots + slot;
   const uint64_t* list = lists + (lane >> 2) * p.k;
   for (int i = lane & 3; i < p.k; i += 4) p.keys[part * p.k + i] = list[i];
   if ((lane & 3) == 0) {
-    // A sum with +inf in it is of no use, but must not look like NaN or nothing.
-    const float sum = row.max == INFINITY || row.nan != 0 ? 1.0f : row.sum;
-    p.parts[part] = {row.nan != 0 ? NAN : row.max, sum, row.count, 0};
+    // A sum with +inf in it is of no use, but must not look like nothing.
+    p.parts[part] = {row.max, row.max == INFINITY ? 1.0f : row.sum, row.count, 0};
   }
 }
 
@@ -440,16 +431,15 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     float logits[128];
 
     while (strips.next(p.schedule, cluster, strip)) {
+      const int index = strip.pair * kPairRows + rank * kTileRows + warp * 16 + lane / 4;
       Row rows[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        Row& row = rows[half];
-        const int index = strip.pair * kPairRows + rank * kTileRows + warp * 16 + half * 8 + lane / 4;
-        row = {-INFINITY, 0.0f, 0, 0, -INFINITY, index, -1, 0.0f};
-        if (p.labels == nullptr || index >= p.num_rows) continue;
+        rows[half] = {-INFINITY, 0.0f, 0, -INFINITY, -1, 0.0f};
+        if (p.labels == nullptr || index + 8 * half >= p.num_rows) continue;
         // A label out of range is dealt with at the end; any number will do here.
-        row.label = static_cast<int>(p.labels[index]);
-        row.label_logit = p.label_logits[index];
+        rows[half].label = static_cast<int>(p.labels[index + 8 * half]);
+        rows[half].label_logit = p.label_logits[index + 8 * half];
       }
       for (int i = lane; i < 16 * p.k; i += 32) warp_lists[i] = 0;
       __syncwarp();
@@ -458,10 +448,9 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
         uint32_t shared_thresholds[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int index = min(rows[half].index, p.num_rows - 1);
           asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
                        : "=r"(shared_thresholds[half])
-                       : "l"(p.thresholds + index));
+                       : "l"(p.thresholds + min(index + 8 * half, p.num_rows - 1)));
         }
         int previous = 0;
         for (int step = 0; step < steps; ++step) {
@@ -498,12 +487,12 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
             if (id >= p.valid) logits[i] = -INFINITY;
           }
         }
-        fold<0>(logits, rows[0], warp_lists, first_id, tile == strip.begin, shared_thresholds[0], p);
-        fold<1>(logits, rows[1], warp_lists + 8 * p.k, first_id, tile == strip.begin,
+        fold<0>(logits, rows[0], index, warp_lists, first_id, tile == strip.begin, shared_thresholds[0], p);
+        fold<1>(logits, rows[1], index + 8, warp_lists + 8 * p.k, first_id, tile == strip.begin,
                 shared_thresholds[1], p);
       }
-      write_part(rows[0], warp_lists, strip.slot, p);
-      write_part(rows[1], warp_lists + 8 * p.k, strip.slot, p);
+      write_part(rows[0], index, warp_lists, strip.slot, p);
+      write_part(rows[1], index + 8, warp_lists + 8 * p.k, strip.slot, p);
       __syncwarp();
     }
   }

@@ -112,10 +112,8 @@ __global__ void __launch_bounds__(128) merge_kernel(HeadParams p, int vocab, Top
 
   float max = -INFINITY, sum = 0.0f;
   int count = 0;
-  bool nan = false;
   for (int slot = lane; slot < slots; slot += 32) {
     const Part part = p.parts[first + slot];
-    nan |= isnan(part.max);
     if (part.sum > 0 && part.max > max) {
       sum *= exp2f((max - part.max) * kLog2e);
       max = part.max;
@@ -136,7 +134,6 @@ __global__ void __launch_bounds__(128) merge_kernel(HeadParams p, int vocab, Top
     sum = mine + theirs;
     max = larger;
     count += __shfl_xor_sync(~0u, count, step);
-    nan |= __shfl_xor_sync(~0u, nan, step) != 0;
   }
 
   // Each lane offers the first keys left of its slots; the largest of all comes next.
@@ -169,6 +166,7 @@ __global__ void __launch_bounds__(128) merge_kernel(HeadParams p, int vocab, Top
 #pragma unroll
       for (int i = 0; i < kMergeSlots; ++i) used[i] += i == from;
     }
+    if (place == 0 && isnan(key_value(best))) max = NAN;
     if (lane == 0) {
       const int64_t at = static_cast<int64_t>(row) * p.k + place;
       out.values[at] = best == 0 ? -INFINITY : key_value(best);
@@ -176,7 +174,7 @@ __global__ void __launch_bounds__(128) merge_kernel(HeadParams p, int vocab, Top
     }
   }
   if (lane != 0) return;
-  out.logsumexp[row] = nan ? NAN : isinf(max) ? max : max + logf(sum);
+  out.logsumexp[row] = isinf(max) ? max : max + logf(sum);
   if (p.labels == nullptr) return;
   if (write_odd_label(out, row, p.labels[row], vocab, p.valid)) return;
   out.rank[row] = count;

@@ -28,12 +28,13 @@ __device__ __forceinline__ void arrive_expect(uint32_t barrier, uint32_t bytes) 
                : "memory");
 }
 
-// Arrives at the barrier with this address in block `rank` of the cluster.
+// Arrives at the barrier with this address in block `rank` of the cluster. Orders nothing between
+// the blocks: with .release.cluster it would cost a fence of all memory.
 __device__ __forceinline__ void arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }
@@ -42,7 +43,7 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");

@@ -18,6 +18,11 @@ __device__ __forceinline__ float from_ordered_bits(uint32_t ordered) {
   return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
 }
 
+// The next float below z > -inf.
+__device__ __forceinline__ float next_below(float z) {
+  return z == 0 ? -__uint_as_float(1) : from_ordered_bits(ordered_bits(z) - 1);
+}
+
 // A larger key comes first. Keys of one row differ, since indices do.
 __device__ __forceinline__ uint64_t make_key(uint32_t ordered, int index) {
   return static_cast<uint64_t>(ordered) << 32 | static_cast<uint32_t>(~index);
