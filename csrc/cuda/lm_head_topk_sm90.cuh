@@ -4,8 +4,8 @@
 // ascending order, 256 ids at a time; both blocks need the same ids, so each copies half of them
 // into both. In a block one warpgroup copies and two multiply, 64 rows each. After each 256 ids a
 // multiplying thread holds 2 x 64 logits and folds them into its rows' running maximum, sum of
-// exponentials, number of ids before the label and list of the k best. The k-th best is shared
-// between strips through `thresholds`, so that few logits reach the list at all.
+// exponentials, number of ids before the label and list of the k best. Strips publish their best
+// logits, from which each infers a bound on the row's k-th best, so that few logits reach a list.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,6 +28,7 @@ constexpr int kIdsBytes = kTileIds * kTileK * 2;
 constexpr int kStageBytes = kRowsBytes + kIdsBytes;
 constexpr int kThreads = 384;
 constexpr int kMaxK = 32;
+constexpr int kPublished = 32;  // logits of a row that its strips publish, together
 constexpr float kLog2e = 1.4426950408889634f;
 
 // One group of row pairs is worked off at a time, so that its hidden states stay in L2. Each of its
@@ -41,7 +42,8 @@ struct Schedule {
   int tiles, clusters;
   int num_groups, num_larger;  // groups [0, num_larger) have one pair more
   Group larger, smaller;
-  int slots;  // partial results of a row
+  int slots;      // partial results of a row
+  int published;  // logits a strip publishes for the others
 };
 
 // Partial result of a row over one strip. sum = 0: nothing but -inf. A NaN shows in the keys.
@@ -55,7 +57,7 @@ struct HeadParams {
   Transform transform;
   const int64_t* labels;       // [rows] or null
   const float* label_logits;   // [rows] or null
-  uint32_t* thresholds;        // [rows] ordered bits of the k-th best id of any strip, 0 at first
+  uint32_t* published;         // [rows, kPublished] ordered bits, 0 at first
   uint64_t* keys;              // [rows, slots, k], 0 at first
   Part* parts;                 // [rows, slots], 0 at first
   Schedule schedule;
@@ -96,6 +98,7 @@ inline Schedule plan_schedule(int num_rows, int valid, int width, int clusters) 
   schedule.larger = plan_group(smaller + 1, clusters, schedule.tiles);
   // There are fewer clusters left over than pairs, so a pair's rest is cut at most once.
   schedule.slots = schedule.smaller.strips + 2;
+  schedule.published = std::max(kPublished / schedule.smaller.strips, 1);
   return schedule;
 }
 
@@ -186,66 +189,71 @@ __device__ __forceinline__ int offset_of(int g, int i, int lane) {
   return 8 * (4 * g + i / 2) + 2 * (lane & 3) + (i & 1);
 }
 
-// A lower bound of the k-th best of a row's tile: the k-th of its 32 groups' maxima.
-__device__ __forceinline__ float first_threshold(const float (&group_max)[kGroupsOfRow], int k) {
-  uint32_t mine[kGroupsOfRow];
-  int not_below[kGroupsOfRow];  // how many of the 32 are >= mine
+// The k-th largest of 32 numbers, eight in each of the four lanes of a row.
+__device__ __forceinline__ uint32_t kth_of_32(const uint32_t (&mine)[8], int k) {
+  int not_below[8];  // how many of the 32 are >= mine
 #pragma unroll
-  for (int i = 0; i < kGroupsOfRow; ++i) {
-    mine[i] = ordered_bits(group_max[i]);
-    not_below[i] = 0;
-  }
+  for (int i = 0; i < 8; ++i) not_below[i] = 0;
 #pragma unroll 1
   for (int other = 0; other < 4; ++other) {
 #pragma unroll
-    for (int j = 0; j < kGroupsOfRow; ++j) {
+    for (int j = 0; j < 8; ++j) {
       const uint32_t theirs = __shfl_xor_sync(~0u, mine[j], other);
 #pragma unroll
-      for (int i = 0; i < kGroupsOfRow; ++i) not_below[i] += theirs >= mine[i];
+      for (int i = 0; i < 8; ++i) not_below[i] += theirs >= mine[i];
     }
   }
   uint32_t best = 0;
 #pragma unroll
-  for (int i = 0; i < kGroupsOfRow; ++i) {
+  for (int i = 0; i < 8; ++i) {
     if (not_below[i] >= k) best = max(best, mine[i]);
   }
   best = max(best, __shfl_xor_sync(~0u, best, 1));
-  best = max(best, __shfl_xor_sync(~0u, best, 2));
-  return from_ordered_bits(best);
+  return max(best, __shfl_xor_sync(~0u, best, 2));
 }
 
-// Puts one candidate of each lane that has one into the sorted lists of the warp's rows.
-// `lists` [8 rows, k] are those of this half.
-__device__ __forceinline__ void insert_candidates(bool has, float z, int id, Row& row,
-                                                  int index, uint64_t* lists,
-                                                  const HeadParams& p) {
+// Puts the lanes' candidates into the sorted lists of their rows, which take one at a time each.
+// `lists` [8 rows, k] are those of this half, `published` is where this strip and row publish.
+__device__ __forceinline__ void insert_candidates(uint64_t mine, Row& row, uint64_t* lists,
+                                                  uint32_t* published, int num_published, int k) {
   const int lane = threadIdx.x & 31;
-  const uint32_t ordered = ordered_bits(z);
-  uint32_t pending = __ballot_sync(~0u, has);
-  while (pending != 0) {
-    const int source = __ffs(pending) - 1;
-    pending &= pending - 1;
-    const uint64_t key = make_key(__shfl_sync(~0u, ordered, source), __shfl_sync(~0u, id, source));
-    uint64_t* list = lists + (source >> 2) * p.k;
-    const uint64_t mine = lane < p.k ? list[lane] : 0;
-    const int place = __popc(__ballot_sync(~0u, mine > key));
-    if (place >= p.k) continue;
-    const uint64_t above = __shfl_up_sync(~0u, mine, 1);
-    const uint64_t now = lane < place ? mine : lane == place ? key : above;
-    if (lane < p.k) list[lane] = now;
-    const uint32_t last = __shfl_sync(~0u, static_cast<uint32_t>(now >> 32), p.k - 1);
-    if (last != 0 && lane >> 2 == source >> 2) {
-      row.threshold = fmaxf(row.threshold, from_ordered_bits(last));
-      if (lane == source && index < p.num_rows) atomicMax(p.thresholds + index, last);
+  uint64_t* list = lists + (lane >> 2) * k;
+  while (__any_sync(~0u, mine != 0)) {
+    uint64_t key = mine;
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      const uint64_t other = __shfl_xor_sync(~0u, key, step);
+      key = other > key ? other : key;
+    }
+    if (mine == key) mine = 0;
+    // Four places at a time, the last ones first; a key of 0 changes nothing.
+    uint32_t last = 0;
+    for (int first = (k - 1) & ~3; first >= 0; first -= 4) {
+      const int place = first + (lane & 3);
+      const uint64_t here = place < k ? list[place] : 0;
+      const uint64_t above = place < k && place > 0 ? list[place - 1] : ~uint64_t{0};
+      const uint64_t now = here > key ? here : above > key ? key : above;
+      __syncwarp();
+      if (place < k && now != here) {
+        list[place] = now;
+        if (place < num_published) published[place] = static_cast<uint32_t>(now >> 32);
+      }
+      if (first + 4 >= k) {
+        const int owner = (lane & ~3) | ((k - 1) & 3);
+        last = __shfl_sync(~0u, static_cast<uint32_t>(now >> 32), owner);
+      }
     }
     __syncwarp();
+    if (last != 0) row.threshold = fmaxf(row.threshold, from_ordered_bits(last));
+    if (mine != 0 && key_value(mine) < row.threshold) mine = 0;
   }
 }
 
-// Folds the logits of one tile and one row of each lane into the row's state.
+// Folds the logits of one tile and one row of each lane into the row's state. `age`: tiles of this
+// strip before.
 template <int kHalf>
 __device__ __forceinline__ void fold(const float (&logits)[128], Row& row, int index,
-                                     uint64_t* lists, int first_id, bool first_tile, uint32_t shared_threshold,
+                                     uint64_t* lists, int slot, int first_id, int age,
                                      const HeadParams& p) {
   const int lane = threadIdx.x & 31;
   float group_max[kGroupsOfRow];
@@ -308,10 +316,25 @@ __device__ __forceinline__ void fold(const float (&logits)[128], Row& row, int i
     }
   }
 
-  if (shared_threshold != 0) {
-    row.threshold = fmaxf(row.threshold, from_ordered_bits(shared_threshold));
+  uint32_t* published = p.published + static_cast<int64_t>(index) * kPublished;
+  if ((age & (age - 1)) == 0) {  // the more tiles, the less a new bound gains
+    uint32_t bounds[8];
+    const bool exists = index < p.num_rows;
+    const uint4* theirs = reinterpret_cast<const uint4*>(published + (lane & 3) * 8);
+    const uint4 low = exists ? __ldcg(theirs) : uint4{}, high = exists ? __ldcg(theirs + 1) : uint4{};
+    bounds[0] = low.x, bounds[1] = low.y, bounds[2] = low.z, bounds[3] = low.w;
+    bounds[4] = high.x, bounds[5] = high.y, bounds[6] = high.z, bounds[7] = high.w;
+    uint32_t bound = kth_of_32(bounds, p.k);
+    if (age == 0) {  // the k-th of the groups' maxima is one as well
+#pragma unroll
+      for (int g = 0; g < kGroupsOfRow; ++g) bounds[g] = ordered_bits(group_max[g]);
+      bound = max(bound, kth_of_32(bounds, p.k));
+    }
+    if (bound != 0) row.threshold = fmaxf(row.threshold, from_ordered_bits(bound));
   }
-  if (first_tile) row.threshold = fmaxf(row.threshold, first_threshold(group_max, p.k));
+  published += slot * p.schedule.published;
+  const int num_published =
+      index < p.num_rows ? min(p.schedule.published, kPublished - slot * p.schedule.published) : 0;
   uint32_t groups = 0;
 #pragma unroll
   for (int g = 0; g < kGroupsOfRow; ++g) {
@@ -339,7 +362,8 @@ __device__ __forceinline__ void fold(const float (&logits)[128], Row& row, int i
       }
       const bool has = candidates != 0 && !(z < row.threshold);
       candidates &= candidates - 1;
-      insert_candidates(has, z, first_id + offset_of(g, i, lane), row, index, lists, p);
+      const uint64_t key = make_key(ordered_bits(z), first_id + offset_of(g, i, lane));
+      insert_candidates(has ? key : 0, row, lists, published, num_published, p.k);
     }
   }
 }
@@ -411,9 +435,9 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
             const uint32_t barrier = full + 8 * ring.stage;
             wait(empty + 8 * ring.stage, ring.parity ^ 1);
             arrive_expect(barrier, kStageBytes);
-            copy_box(stage, &hidden, step * kTileK, row, barrier, kEvictLast);
+            copy_box(stage, &hidden, step * kTileK, row, barrier);
             copy_box_multicast(stage + kRowsBytes + rank * (kIdsBytes / 2), &weight, step * kTileK,
-                               id, barrier, 3, kEvictNormal);
+                               id, barrier, 3);
             ring.advance();
           }
         }
@@ -445,13 +469,6 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
       __syncwarp();
 
       for (int tile = strip.begin; tile < strip.end; ++tile) {
-        uint32_t shared_thresholds[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
-                       : "=r"(shared_thresholds[half])
-                       : "l"(p.thresholds + min(index + 8 * half, p.num_rows - 1)));
-        }
         int previous = 0;
         for (int step = 0; step < steps; ++step) {
           wait(full + 8 * ring.stage, ring.parity);
@@ -487,9 +504,9 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
             if (id >= p.valid) logits[i] = -INFINITY;
           }
         }
-        fold<0>(logits, rows[0], index, warp_lists, first_id, tile == strip.begin, shared_thresholds[0], p);
-        fold<1>(logits, rows[1], index + 8, warp_lists + 8 * p.k, first_id, tile == strip.begin,
-                shared_thresholds[1], p);
+        const int age = tile - strip.begin;
+        fold<0>(logits, rows[0], index, warp_lists, strip.slot, first_id, age, p);
+        fold<1>(logits, rows[1], index + 8, warp_lists + 8 * p.k, strip.slot, first_id, age, p);
       }
       write_part(rows[0], index, warp_lists, strip.slot, p);
       write_part(rows[1], index + 8, warp_lists + 8 * p.k, strip.slot, p);

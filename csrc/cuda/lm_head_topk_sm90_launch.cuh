@@ -11,8 +11,10 @@
 namespace dflash::sm90 {
 
 constexpr int kLabelRows = 64;
-constexpr int kLabelStages = 8;
-constexpr int kLabelBytes = kLabelRows * kTileK * 2;  // of one operand and stage
+constexpr int kLabelStages = 4;
+constexpr int kLabelTiles = 2;                        // of K, in a stage
+constexpr int kLabelBytes = kLabelRows * kTileK * 2;  // of one operand and tile
+constexpr int kLabelStageBytes = kLabelTiles * 2 * kLabelBytes;
 constexpr int kLabelThreads = 128;
 
 // 16 bytes, or zeros, from global into shared memory.
@@ -33,7 +35,7 @@ __global__ void __launch_bounds__(kLabelThreads)
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t stages = shared_address(shared);
   const int first_row = blockIdx.x * kLabelRows;
-  const int steps = (p.width + kTileK - 1) / kTileK;
+  const int steps = (p.width + kLabelTiles * kTileK - 1) / (kLabelTiles * kTileK);
 
   // Thread t copies chunk t % 8 (8 elements) of rows t / 8 + 16 i.
   const int chunk = threadIdx.x % 8;
@@ -47,17 +49,18 @@ __global__ void __launch_bounds__(kLabelThreads)
     sources[1][i] = weight + id * weight_stride;
   }
   const auto copy_step = [&](int step) {
-    const uint32_t stage = stages + step % kLabelStages * 2 * kLabelBytes;
-    const int k = step * kTileK + chunk * 8;
-    if (step < steps) {
+    const uint32_t stage = stages + step % kLabelStages * kLabelStageBytes;
 #pragma unroll
-      for (int operand_index = 0; operand_index < 2; ++operand_index) {
+    for (int tile = 0; tile < kLabelTiles; ++tile) {
+      const int k = (step * kLabelTiles + tile) * kTileK + chunk * 8;
+#pragma unroll
+      for (int input = 0; input < 2; ++input) {
 #pragma unroll
         for (int i = 0; i < kLabelRows / 16; ++i) {
           const int row = threadIdx.x / 8 + 16 * i;
-          const uint32_t target = stage + operand_index * kLabelBytes + row * kTileK * 2 +
+          const uint32_t target = stage + (2 * tile + input) * kLabelBytes + row * kTileK * 2 +
                                   (chunk ^ (row & 7)) * 16;
-          copy_16(target, sources[operand_index][i] + (k < p.width ? k : 0), k < p.width);
+          copy_16(target, sources[input][i] + (k < p.width ? k : 0), k < p.width);
         }
       }
     }
@@ -70,19 +73,23 @@ __global__ void __launch_bounds__(kLabelThreads)
     asm volatile("cp.async.wait_group %0;" ::"n"(kLabelStages - 2) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
-    const uint32_t stage = stages + step % kLabelStages * 2 * kLabelBytes;
-    const uint64_t a = operand(stage), b = operand(stage + kLabelBytes);
+    const uint32_t stage = stages + step % kLabelStages * kLabelStageBytes;
     pin(logits);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kTileK / 16; ++i) {
-      wgmma<T>(logits, a + i * kOperandStep, b + i * kOperandStep, step > 0 || i > 0);
+    for (int tile = 0; tile < kLabelTiles; ++tile) {
+      const uint64_t a = operand(stage + 2 * tile * kLabelBytes);
+      const uint64_t b = operand(stage + (2 * tile + 1) * kLabelBytes);
+#pragma unroll
+      for (int i = 0; i < kTileK / 16; ++i) {
+        wgmma<T>(logits, a + i * kOperandStep, b + i * kOperandStep, step + tile + i > 0);
+      }
     }
     wgmma_commit();
+    // Meanwhile the stage of the step before is filled, whose products all threads have seen done.
+    copy_step(step + kLabelStages - 1);
     wgmma_wait<0>();
     pin(logits);
-    // All threads are past the products of the step before, whose stage this fills.
-    copy_step(step + kLabelStages - 1);
   }
 
   // Row 16 warp + 8 half + lane / 4 is column 8 j + 2 (lane % 4) + e for j = 2 warp + half.
@@ -205,10 +212,11 @@ inline HeadParams plan(const HeadInputs& in, int64_t first_row, int num_multipro
   return p;
 }
 
-// Scratch: keys, partial results, thresholds (all zero at first), label logits.
+// Scratch: keys, partial results, published logits (all zero at first), label logits.
 inline int64_t zeroed_bytes(const HeadParams& p) {
   const int64_t parts = static_cast<int64_t>(p.num_rows) * p.schedule.slots;
-  return parts * (p.k * 8 + static_cast<int64_t>(sizeof(Part))) + int64_t{4} * p.num_rows;
+  return parts * (p.k * 8 + static_cast<int64_t>(sizeof(Part))) +
+         int64_t{4} * kPublished * p.num_rows;
 }
 
 inline int64_t scratch_bytes(const HeadInputs& in, int num_multiprocessors) {
@@ -247,7 +255,7 @@ cudaError_t launch_head(const HeadInputs& in, const TopkOutputs& outputs, uint8_
   if (query != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
   const auto encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(symbol);
 
-  constexpr int kLabelShared = kLabelStages * 2 * kLabelBytes;
+  constexpr int kLabelShared = kLabelStages * kLabelStageBytes;
   const int head_shared = kStages * kStageBytes + kTileRows * in.k * 8;
   error = cudaFuncSetAttribute(head_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                head_shared);
@@ -260,10 +268,10 @@ cudaError_t launch_head(const HeadInputs& in, const TopkOutputs& outputs, uint8_
     HeadParams p = plan(in, first, num_multiprocessors);
     if (p.schedule.slots > 32 * kMergeSlots) return cudaErrorInvalidConfiguration;
     const int64_t parts = static_cast<int64_t>(p.num_rows) * p.schedule.slots;
-    p.keys = reinterpret_cast<uint64_t*>(scratch);
-    p.parts = reinterpret_cast<Part*>(p.keys + parts * p.k);
-    p.thresholds = reinterpret_cast<uint32_t*>(p.parts + parts);
-    float* label_logits = reinterpret_cast<float*>(p.thresholds + p.num_rows);
+    p.parts = reinterpret_cast<Part*>(scratch);
+    p.published = reinterpret_cast<uint32_t*>(p.parts + parts);  // 16-byte aligned
+    p.keys = reinterpret_cast<uint64_t*>(p.published + kPublished * p.num_rows);
+    float* label_logits = reinterpret_cast<float*>(p.keys + parts * p.k);
     p.label_logits = label_logits;
     error = cudaMemsetAsync(scratch, 0, zeroed_bytes(p), stream);
     if (error != cudaSuccess) return error;

@@ -62,28 +62,23 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-// L2 policies of a copy, as the toolkit's createpolicy encodes them.
-constexpr uint64_t kEvictNormal = 0x1000000000000000;
-constexpr uint64_t kEvictLast = 0x14F0000000000000;
-
 // Box at element (x, y) of a matrix into this block's shared memory.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int x, int y,
-                                         uint32_t barrier, uint64_t policy) {
+                                         uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-      "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(target),
+      "l"(map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
 }
 
 // The same into every block of the cluster named in `mask`, at the same address.
 __device__ __forceinline__ void copy_box_multicast(uint32_t target, const CUtensorMap* map, int x,
-                                                   int y, uint32_t barrier, uint16_t mask,
-                                                   uint64_t policy) {
+                                                   int y, uint32_t barrier, uint16_t mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(target),
-      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(mask), "l"(policy)
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(mask)
       : "memory");
 }
 
