@@ -171,6 +171,18 @@ struct Row {
   float label_logit;
 };
 
+// A label in this tile, where ids before and after it mix, or a NaN as its logit.
+__device__ __forceinline__ bool needs_close_count(const Row& row, int first_id) {
+  return (row.label >= first_id && row.label < first_id + kTileIds) || isnan(row.label_logit);
+}
+
+// An id before the label comes before it in the order too if not z <= limit, with NaN for a limit
+// below everything; that is z >= the label's. After the label, z > the label's is not z <= it.
+__device__ __forceinline__ float limit_before(const Row& row) {
+  if (row.label_logit == -INFINITY) return NAN;
+  return isnan(row.label_logit) ? INFINITY : next_below(row.label_logit);
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -249,14 +261,10 @@ __device__ __forceinline__ void insert_candidates(uint64_t mine, Row& row, uint6
   }
 }
 
-// Folds the logits of one tile and one row of each lane into the row's state. `age`: tiles of this
-// strip before.
+// Folds the logits of one tile and one row of each lane into the row's maximum, sum and count.
 template <int kHalf>
-__device__ __forceinline__ void fold(const float (&logits)[128], Row& row, int index,
-                                     uint64_t* lists, int slot, int first_id, int age,
-                                     const HeadParams& p) {
-  const int lane = threadIdx.x & 31;
-  float group_max[kGroupsOfRow];
+__device__ __forceinline__ void fold(const float (&logits)[128], Row& row, int first_id,
+                                     float (&group_max)[kGroupsOfRow], bool& odd) {
 #pragma unroll
   for (int g = 0; g < kGroupsOfRow; ++g) {
     group_max[g] = logits[slot_of<kHalf>(g, 0)];
@@ -265,76 +273,74 @@ __device__ __forceinline__ void fold(const float (&logits)[128], Row& row, int i
       group_max[g] = fmaxf(group_max[g], logits[slot_of<kHalf>(g, i)]);
     }
   }
-  float tile_max = group_max[0];
+  float new_max = row.max;
 #pragma unroll
-  for (int g = 1; g < kGroupsOfRow; ++g) tile_max = fmaxf(tile_max, group_max[g]);
-
-  const float new_max = fmaxf(row.max, tile_max);
+  for (int g = 0; g < kGroupsOfRow; ++g) new_max = fmaxf(new_max, group_max[g]);
   const float shift = new_max == -INFINITY ? 0.0f : new_max * kLog2e;
+
+  const float limit = row.label >= first_id + kTileIds ? limit_before(row) : row.label_logit;
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  int counts[2] = {0, 0};
 #pragma unroll
   for (int g = 0; g < kGroupsOfRow; ++g) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      sums[i % 4] += exp2_fast(fmaf(logits[slot_of<kHalf>(g, i)], kLog2e, -shift));
+      const float z = logits[slot_of<kHalf>(g, i)];
+      sums[i % 4] += exp2_fast(fmaf(z, kLog2e, -shift));
+      counts[i % 2] += !(z <= limit);
     }
   }
   const float tile_sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   row.sum = row.sum * exp2_fast(fmaf(row.max, kLog2e, -shift)) + tile_sum;
   row.max = new_max;
   // A NaN, which no maximum shows, or an infinity: rare, so every logit is looked at more closely.
-  const bool odd = isnan(tile_sum);
+  odd = isnan(tile_sum);
+  // With the label in this tile, or NaN, count_closely() counts.
+  if (!needs_close_count(row, first_id)) row.count += counts[0] + counts[1];
+}
 
-  if (p.labels != nullptr) {
-    const bool near = row.label >= first_id && row.label < first_id + kTileIds;
-    if (__any_sync(~0u, near || isnan(row.label_logit))) {
-      const uint64_t label_key = make_key(ordered_bits(row.label_logit), row.label);
+template <int kHalf>
+__device__ __forceinline__ void count_closely(const float (&logits)[128], Row& row, int first_id) {
+  const int label = row.label - first_id - 2 * (threadIdx.x & 3);
+  const float before = limit_before(row);
+  const bool number = !isnan(row.label_logit);
+  int count = 0;
 #pragma unroll
-      for (int g = 0; g < kGroupsOfRow; ++g) {
+  for (int g = 0; g < kGroupsOfRow; ++g) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int id = first_id + offset_of(g, i, lane);
-          const uint64_t key = make_key(ordered_bits(logits[slot_of<kHalf>(g, i)]), id);
-          row.count += id < p.valid && key > label_key;
-        }
-      }
-    } else {
-      // Before the label an equal logit counts, as does one above the next float below it; after
-      // it only a greater one. !(z <= limit) holds for NaN too, and always for limit = NaN, which
-      // stands below -inf.
-      float limit = row.label_logit;
-      if (row.label >= first_id + kTileIds) {
-        limit = limit == -INFINITY ? NAN : next_below(limit);
-      }
-      int counts[2] = {0, 0};
-#pragma unroll
-      for (int g = 0; g < kGroupsOfRow; ++g) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) counts[i % 2] += !(logits[slot_of<kHalf>(g, i)] <= limit);
-      }
-      row.count += counts[0] + counts[1];
+    for (int i = 0; i < 8; ++i) {
+      const int offset = offset_of(g, i, 0);
+      const float z = logits[slot_of<kHalf>(g, i)];
+      count += offset < label ? !(z <= before) : offset > label && number && !(z <= row.label_logit);
     }
   }
+  if (needs_close_count(row, first_id)) row.count += count;
+}
 
+// Finds the logits of one tile and one row of each lane that may be among the k best. `age`: tiles
+// of this strip before.
+template <int kHalf>
+__device__ __forceinline__ void collect(const float (&logits)[128], Row& row, int index,
+                                        uint64_t* lists, int slot, int first_id, int age,
+                                        const float (&group_max)[kGroupsOfRow], bool odd,
+                                        const HeadParams& p) {
+  const int lane = threadIdx.x & 31;
   uint32_t* published = p.published + static_cast<int64_t>(index) * kPublished;
-  if ((age & (age - 1)) == 0) {  // the more tiles, the less a new bound gains
-    uint32_t bounds[8];
-    const bool exists = index < p.num_rows;
-    const uint4* theirs = reinterpret_cast<const uint4*>(published + (lane & 3) * 8);
-    const uint4 low = exists ? __ldcg(theirs) : uint4{}, high = exists ? __ldcg(theirs + 1) : uint4{};
-    bounds[0] = low.x, bounds[1] = low.y, bounds[2] = low.z, bounds[3] = low.w;
-    bounds[4] = high.x, bounds[5] = high.y, bounds[6] = high.z, bounds[7] = high.w;
-    uint32_t bound = kth_of_32(bounds, p.k);
-    if (age == 0) {  // the k-th of the groups' maxima is one as well
+  // The more tiles there were, the less a new bound gains: at 0, 1, 4, 16, 64, ...
+  if ((age & (age - 1)) == 0 && (age & 0x2aaaaaaa) == 0) {
+    uint32_t bounds[8] = {};
+    if (age == 0) {  // the k-th of the groups' maxima
 #pragma unroll
       for (int g = 0; g < kGroupsOfRow; ++g) bounds[g] = ordered_bits(group_max[g]);
-      bound = max(bound, kth_of_32(bounds, p.k));
+    } else if (index < p.num_rows) {
+      const uint4* theirs = reinterpret_cast<const uint4*>(published + (lane & 3) * 8);
+      const uint4 low = __ldcg(theirs), high = __ldcg(theirs + 1);
+      bounds[0] = low.x, bounds[1] = low.y, bounds[2] = low.z, bounds[3] = low.w;
+      bounds[4] = high.x, bounds[5] = high.y, bounds[6] = high.z, bounds[7] = high.w;
     }
+    const uint32_t bound = kth_of_32(bounds, p.k);
     if (bound != 0) row.threshold = fmaxf(row.threshold, from_ordered_bits(bound));
   }
-  published += slot * p.schedule.published;
-  const int num_published =
-      index < p.num_rows ? min(p.schedule.published, kPublished - slot * p.schedule.published) : 0;
   uint32_t groups = 0;
 #pragma unroll
   for (int g = 0; g < kGroupsOfRow; ++g) {
@@ -342,6 +348,9 @@ __device__ __forceinline__ void fold(const float (&logits)[128], Row& row, int i
   }
   groups = __reduce_or_sync(~0u, groups);
   if (groups == 0) return;
+  published += slot * p.schedule.published;
+  const int num_published =
+      index < p.num_rows ? min(p.schedule.published, kPublished - slot * p.schedule.published) : 0;
 #pragma unroll
   for (int g = 0; g < kGroupsOfRow; ++g) {
     if ((groups >> g & 1) == 0) continue;
@@ -505,8 +514,19 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
           }
         }
         const int age = tile - strip.begin;
-        fold<0>(logits, rows[0], index, warp_lists, strip.slot, first_id, age, p);
-        fold<1>(logits, rows[1], index + 8, warp_lists + 8 * p.k, strip.slot, first_id, age, p);
+        float group_max[2][kGroupsOfRow];
+        bool odd[2];
+        fold<0>(logits, rows[0], first_id, group_max[0], odd[0]);
+        fold<1>(logits, rows[1], first_id, group_max[1], odd[1]);
+        if (__any_sync(~0u, needs_close_count(rows[0], first_id) ||
+                                needs_close_count(rows[1], first_id))) {
+          count_closely<0>(logits, rows[0], first_id);
+          count_closely<1>(logits, rows[1], first_id);
+        }
+        collect<0>(logits, rows[0], index, warp_lists, strip.slot, first_id, age, group_max[0],
+                   odd[0], p);
+        collect<1>(logits, rows[1], index + 8, warp_lists + 8 * p.k, strip.slot, first_id, age,
+                   group_max[1], odd[1], p);
       }
       write_part(rows[0], index, warp_lists, strip.slot, p);
       write_part(rows[1], index + 8, warp_lists + 8 * p.k, strip.slot, p);

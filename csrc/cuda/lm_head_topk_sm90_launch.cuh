@@ -11,7 +11,7 @@
 namespace dflash::sm90 {
 
 constexpr int kLabelRows = 64;
-constexpr int kLabelStages = 4;
+constexpr int kLabelStages = 6;
 constexpr int kLabelTiles = 2;                        // of K, in a stage
 constexpr int kLabelBytes = kLabelRows * kTileK * 2;  // of one operand and tile
 constexpr int kLabelStageBytes = kLabelTiles * 2 * kLabelBytes;
