@@ -4,8 +4,9 @@
 // ascending order, 256 ids at a time; both blocks need the same ids, so each copies half of them
 // into both. In a block one warpgroup copies and two multiply, 64 rows each. After each 256 ids a
 // multiplying thread holds 2 x 64 logits and folds them into its rows' running maximum, sum of
-// exponentials, number of ids before the label and list of the k best. Strips publish their best
-// logits, from which each infers a bound on the row's k-th best, so that few logits reach a list.
+// exponentials, number of ids before the label and candidates for the k best. Candidates are
+// buffered and from time to time put into the row's sorted list. Strips publish the best of their
+// lists, from which each infers a bound on the row's k-th best, so that there are few candidates.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,6 +29,9 @@ constexpr int kIdsBytes = kTileIds * kTileK * 2;
 constexpr int kStageBytes = kRowsBytes + kIdsBytes;
 constexpr int kThreads = 384;
 constexpr int kMaxK = 32;
+constexpr int kSharedK = 16;    // up to here a list is in shared memory, beyond in global
+constexpr int kBuffer = 16;     // candidates of a row
+constexpr int kBufferPitch = kBuffer + 1;
 constexpr int kPublished = 32;  // logits of a row that its strips publish, together
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -62,6 +66,10 @@ struct HeadParams {
   Part* parts;                 // [rows, slots], 0 at first
   Schedule schedule;
 };
+
+inline int shared_list_bytes(int k) {
+  return kTileRows * 8 * (kBufferPitch + (k <= kSharedK ? k : 0));
+}
 
 inline Group plan_group(int pairs, int clusters, int tiles) {
   Group group{pairs, std::min(clusters / pairs, tiles), 0, 0, 0};
@@ -166,7 +174,8 @@ struct Ring {
 struct Row {
   float max, sum;  // of this lane's logits; sum of exp(z - max)
   int count;  // ids before the label, of this lane's
-  float threshold;  // the k-th best of this row or more, as far as known
+  float threshold;  // of candidates: no better than the row's k-th best
+  int buffered;     // candidates, the same in the four lanes
   int label;  // -1: none
   float label_logit;
 };
@@ -224,54 +233,65 @@ __device__ __forceinline__ uint32_t kth_of_32(const uint32_t (&mine)[8], int k) 
   return max(best, __shfl_xor_sync(~0u, best, 2));
 }
 
-// Puts the lanes' candidates into the sorted lists of their rows, which take one at a time each.
-// `lists` [8 rows, k] are those of this half, `published` is where this strip and row publish.
-__device__ __forceinline__ void insert_candidates(uint64_t mine, Row& row, uint64_t* lists,
-                                                  uint32_t* published, int num_published, int k) {
+// Where a lane's row keeps candidates and the k best, and publishes.
+struct RowStore {
+  uint64_t* buffer;     // [kBuffer]
+  uint64_t* list;       // [k], descending
+  uint32_t* published;  // [num_published] of this strip
+  int num_published;
+};
+
+// Puts the buffered candidates of a warp's eight rows into their lists, one of each row at a time.
+__device__ __forceinline__ void flush(Row& row, const RowStore& store, int k) {
   const int lane = threadIdx.x & 31;
-  uint64_t* list = lists + (lane >> 2) * k;
-  while (__any_sync(~0u, mine != 0)) {
-    uint64_t key = mine;
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      const uint64_t other = __shfl_xor_sync(~0u, key, step);
-      key = other > key ? other : key;
-    }
-    if (mine == key) mine = 0;
-    // Four places at a time, the last ones first; a key of 0 changes nothing.
-    uint32_t last = 0;
+  __syncwarp();
+  uint32_t last = 0;
+#pragma unroll 1
+  for (int i = 0; __any_sync(~0u, i < row.buffered); ++i) {
+    const uint64_t key = i < row.buffered ? store.buffer[i] : 0;  // 0 changes nothing
+    // Four places at a time, the last ones first.
+#pragma unroll 1
     for (int first = (k - 1) & ~3; first >= 0; first -= 4) {
       const int place = first + (lane & 3);
-      const uint64_t here = place < k ? list[place] : 0;
-      const uint64_t above = place < k && place > 0 ? list[place - 1] : ~uint64_t{0};
+      const bool exists = place < k;
+      const uint64_t here = exists ? store.list[place] : 0;
+      const uint64_t above = exists && place > 0 ? store.list[place - 1] : ~uint64_t{0};
       const uint64_t now = here > key ? here : above > key ? key : above;
       __syncwarp();
-      if (place < k && now != here) {
-        list[place] = now;
-        if (place < num_published) published[place] = static_cast<uint32_t>(now >> 32);
+      if (exists && now != here) {
+        store.list[place] = now;
+        if (place < store.num_published) store.published[place] = static_cast<uint32_t>(now >> 32);
       }
-      if (first + 4 >= k) {
-        const int owner = (lane & ~3) | ((k - 1) & 3);
-        last = __shfl_sync(~0u, static_cast<uint32_t>(now >> 32), owner);
-      }
+      if (place == k - 1) last = static_cast<uint32_t>(now >> 32);
     }
     __syncwarp();
-    if (last != 0) row.threshold = fmaxf(row.threshold, from_ordered_bits(last));
-    if (mine != 0 && key_value(mine) < row.threshold) mine = 0;
   }
+  row.buffered = 0;
+  last = __shfl_sync(~0u, last, (lane & ~3) | ((k - 1) & 3));
+  if (last != 0) row.threshold = fmaxf(row.threshold, from_ordered_bits(last));
+}
+
+// The compiler must compute what depends on x after this.
+__device__ __forceinline__ void keep_order(int& x) { asm volatile("" : "+r"(x)); }
+
+template <int kHalf>
+__device__ __forceinline__ float max_of_group(const float (&logits)[128], int g) {
+  float z = logits[slot_of<kHalf>(g, 0)];
+#pragma unroll
+  for (int i = 1; i < 8; ++i) z = fmaxf(z, logits[slot_of<kHalf>(g, i)]);
+  return z;
 }
 
 // Folds the logits of one tile and one row of each lane into the row's maximum, sum and count.
+// Returns which groups may hold candidates, one bit each.
 template <int kHalf>
-__device__ __forceinline__ void fold(const float (&logits)[128], Row& row, int first_id,
-                                     float (&group_max)[kGroupsOfRow], bool& odd) {
+__device__ __forceinline__ uint32_t fold(const float (&logits)[128], Row& row, int first_id) {
+  float group_max[kGroupsOfRow];
+  uint32_t groups = 0;
 #pragma unroll
   for (int g = 0; g < kGroupsOfRow; ++g) {
-    group_max[g] = logits[slot_of<kHalf>(g, 0)];
-#pragma unroll
-    for (int i = 1; i < 8; ++i) {
-      group_max[g] = fmaxf(group_max[g], logits[slot_of<kHalf>(g, i)]);
-    }
+    group_max[g] = max_of_group<kHalf>(logits, g);
+    groups |= group_max[g] < row.threshold ? 0 : 1u << g;
   }
   float new_max = row.max;
 #pragma unroll
@@ -293,20 +313,21 @@ __device__ __forceinline__ void fold(const float (&logits)[128], Row& row, int f
   const float tile_sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   row.sum = row.sum * exp2_fast(fmaf(row.max, kLog2e, -shift)) + tile_sum;
   row.max = new_max;
-  // A NaN, which no maximum shows, or an infinity: rare, so every logit is looked at more closely.
-  odd = isnan(tile_sum);
   // With the label in this tile, or NaN, count_closely() counts.
   if (!needs_close_count(row, first_id)) row.count += counts[0] + counts[1];
+  // A NaN, which no maximum shows, or an infinity: rare, so every logit is looked at more closely.
+  return isnan(tile_sum) ? (1u << kGroupsOfRow) - 1 : groups;
 }
 
 template <int kHalf>
 __device__ __forceinline__ void count_closely(const float (&logits)[128], Row& row, int first_id) {
-  const int label = row.label - first_id - 2 * (threadIdx.x & 3);
+  int label = row.label - first_id - 2 * (threadIdx.x & 3);
   const float before = limit_before(row);
   const bool number = !isnan(row.label_logit);
   int count = 0;
 #pragma unroll
   for (int g = 0; g < kGroupsOfRow; ++g) {
+    keep_order(label);  // or the comparisons of all groups come first, in too many registers
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int offset = offset_of(g, i, 0);
@@ -317,22 +338,20 @@ __device__ __forceinline__ void count_closely(const float (&logits)[128], Row& r
   if (needs_close_count(row, first_id)) row.count += count;
 }
 
-// Finds the logits of one tile and one row of each lane that may be among the k best. `age`: tiles
+// Buffers the logits of one tile and one row of each lane that may be among the k best. `age`: tiles
 // of this strip before.
 template <int kHalf>
-__device__ __forceinline__ void collect(const float (&logits)[128], Row& row, int index,
-                                        uint64_t* lists, int slot, int first_id, int age,
-                                        const float (&group_max)[kGroupsOfRow], bool odd,
-                                        const HeadParams& p) {
+__device__ __forceinline__ void collect(const float (&logits)[128], Row& row, const RowStore& store,
+                                        const uint32_t* published, int first_id, int age,
+                                        uint32_t groups, const HeadParams& p) {
   const int lane = threadIdx.x & 31;
-  uint32_t* published = p.published + static_cast<int64_t>(index) * kPublished;
-  // The more tiles there were, the less a new bound gains: at 0, 1, 4, 16, 64, ...
-  if ((age & (age - 1)) == 0 && (age & 0x2aaaaaaa) == 0) {
+  const bool renew = (age & (age - 1)) == 0;  // the more tiles, the less a new bound gains
+  if (renew) {
     uint32_t bounds[8] = {};
     if (age == 0) {  // the k-th of the groups' maxima
 #pragma unroll
-      for (int g = 0; g < kGroupsOfRow; ++g) bounds[g] = ordered_bits(group_max[g]);
-    } else if (index < p.num_rows) {
+      for (int g = 0; g < 8; ++g) bounds[g] = ordered_bits(max_of_group<kHalf>(logits, g));
+    } else if (published != nullptr) {
       const uint4* theirs = reinterpret_cast<const uint4*>(published + (lane & 3) * 8);
       const uint4 low = __ldcg(theirs), high = __ldcg(theirs + 1);
       bounds[0] = low.x, bounds[1] = low.y, bounds[2] = low.z, bounds[3] = low.w;
@@ -341,27 +360,20 @@ __device__ __forceinline__ void collect(const float (&logits)[128], Row& row, in
     const uint32_t bound = kth_of_32(bounds, p.k);
     if (bound != 0) row.threshold = fmaxf(row.threshold, from_ordered_bits(bound));
   }
-  uint32_t groups = 0;
-#pragma unroll
-  for (int g = 0; g < kGroupsOfRow; ++g) {
-    groups |= (!(group_max[g] < row.threshold) || odd) ? 1u << g : 0u;
-  }
   groups = __reduce_or_sync(~0u, groups);
-  if (groups == 0) return;
-  published += slot * p.schedule.published;
-  const int num_published =
-      index < p.num_rows ? min(p.schedule.published, kPublished - slot * p.schedule.published) : 0;
 #pragma unroll
   for (int g = 0; g < kGroupsOfRow; ++g) {
     if ((groups >> g & 1) == 0) continue;
     uint32_t candidates = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const bool valid = first_id + offset_of(g, i, lane) < p.valid;
+      const bool valid = published != nullptr && first_id + offset_of(g, i, lane) < p.valid;
       const bool found = valid && !(logits[slot_of<kHalf>(g, i)] < row.threshold);
       candidates |= found ? 1u << i : 0u;
     }
-    while (__any_sync(~0u, candidates != 0)) {
+    uint32_t all;
+    while ((all = __ballot_sync(~0u, candidates != 0)) != 0) {
+      if (__any_sync(~0u, row.buffered + 4 > kBuffer)) flush(row, store, p.k);
       const int i = candidates == 0 ? 0 : __ffs(candidates) - 1;
       // A register cannot be chosen at run time.
       float z = logits[slot_of<kHalf>(g, 0)];
@@ -369,16 +381,20 @@ __device__ __forceinline__ void collect(const float (&logits)[128], Row& row, in
       for (int other = 1; other < 8; ++other) {
         if (i == other) z = logits[slot_of<kHalf>(g, other)];
       }
-      const bool has = candidates != 0 && !(z < row.threshold);
+      const uint32_t quad = all >> (lane & ~3) & 0xf;
+      if (candidates != 0) {
+        const int place = row.buffered + __popc(quad & ((1u << (lane & 3)) - 1));
+        store.buffer[place] = make_key(ordered_bits(z), first_id + offset_of(g, i, lane));
+      }
+      row.buffered += __popc(quad);
       candidates &= candidates - 1;
-      const uint64_t key = make_key(ordered_bits(z), first_id + offset_of(g, i, lane));
-      insert_candidates(has ? key : 0, row, lists, published, num_published, p.k);
     }
   }
+  if (renew) flush(row, store, p.k);
 }
 
 // Joins the four lanes of a row and writes its partial result.
-__device__ __forceinline__ void write_part(Row& row, int index, const uint64_t* lists, int slot,
+__device__ __forceinline__ void write_part(Row& row, int index, const RowStore& store, int slot,
                                            const HeadParams& p) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -396,8 +412,9 @@ __device__ __forceinline__ void write_part(Row& row, int index, const uint64_t* 
   }
   if (index >= p.num_rows) return;
   const int64_t part = static_cast<int64_t>(index) * p.schedule.slots + slot;
-  const uint64_t* list = lists + (lane >> 2) * p.k;
-  for (int i = lane & 3; i < p.k; i += 4) p.keys[part * p.k + i] = list[i];
+  if (p.k <= kSharedK) {
+    for (int i = lane & 3; i < p.k; i += 4) p.keys[part * p.k + i] = store.list[i];
+  }
   if ((lane & 3) == 0) {
     // A sum with +inf in it is of no use, but must not look like nothing.
     p.parts[part] = {row.max, row.max == INFINITY ? 1.0f : row.sum, row.count, 0};
@@ -410,7 +427,8 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
                 const __grid_constant__ HeadParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
-  uint64_t* lists = reinterpret_cast<uint64_t*>(shared + kStages * kStageBytes);  // [128 rows, k]
+  uint64_t* buffers = reinterpret_cast<uint64_t*>(shared + kStages * kStageBytes);
+  uint64_t* lists = buffers + kTileRows * kBufferPitch;
   __shared__ uint64_t barriers[2 * kStages];
   const uint32_t stages = shared_address(shared);
   const uint32_t full = shared_address(barriers), empty = full + kStages * 8;
@@ -455,7 +473,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   } else {
     take_registers<232>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    uint64_t* warp_lists = lists + warp * 16 * p.k;
+    const int first_row = warp * 16 + lane / 4;  // of the lane's two, in the tile
     const uint32_t my_rows = warpgroup * (kRowsBytes / 2);
     const auto release = [&](int stage) {
       if (lane < 2) arrive_cluster(empty + 8 * stage, lane);
@@ -464,18 +482,33 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     float logits[128];
 
     while (strips.next(p.schedule, cluster, strip)) {
-      const int index = strip.pair * kPairRows + rank * kTileRows + warp * 16 + lane / 4;
+      int index = strip.pair * kPairRows + rank * kTileRows + first_row;
       Row rows[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        rows[half] = {-INFINITY, 0.0f, 0, -INFINITY, -1, 0.0f};
+        rows[half] = {-INFINITY, 0.0f, 0, -INFINITY, 0, -1, 0.0f};
         if (p.labels == nullptr || index + 8 * half >= p.num_rows) continue;
         // A label out of range is dealt with at the end; any number will do here.
         rows[half].label = static_cast<int>(p.labels[index + 8 * half]);
         rows[half].label_logit = p.label_logits[index + 8 * half];
       }
-      for (int i = lane; i < 16 * p.k; i += 32) warp_lists[i] = 0;
+      if (p.k <= kSharedK) {
+        for (int i = lane; i < 16 * p.k; i += 32) lists[warp * 16 * p.k + i] = 0;
+      }
       __syncwarp();
+      const auto published_of = [&](int half) {
+        const int row = index + 8 * half;
+        return row < p.num_rows ? p.published + static_cast<int64_t>(row) * kPublished : nullptr;
+      };
+      const auto store_of = [&](int half) {
+        const int row = min(index + 8 * half, p.num_rows - 1);  // one beyond has no candidates
+        const int first = strip.slot * p.schedule.published;
+        const int64_t part = static_cast<int64_t>(row) * p.schedule.slots + strip.slot;
+        return RowStore{buffers + (first_row + 8 * half) * kBufferPitch,
+                        p.k <= kSharedK ? lists + (first_row + 8 * half) * p.k : p.keys + part * p.k,
+                        p.published + static_cast<int64_t>(row) * kPublished + first,
+                        min(p.schedule.published, kPublished - first)};
+      };
 
       for (int tile = strip.begin; tile < strip.end; ++tile) {
         int previous = 0;
@@ -514,22 +547,22 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
           }
         }
         const int age = tile - strip.begin;
-        float group_max[2][kGroupsOfRow];
-        bool odd[2];
-        fold<0>(logits, rows[0], first_id, group_max[0], odd[0]);
-        fold<1>(logits, rows[1], first_id, group_max[1], odd[1]);
+        const uint32_t groups[2] = {fold<0>(logits, rows[0], first_id),
+                                    fold<1>(logits, rows[1], first_id)};
         if (__any_sync(~0u, needs_close_count(rows[0], first_id) ||
                                 needs_close_count(rows[1], first_id))) {
           count_closely<0>(logits, rows[0], first_id);
           count_closely<1>(logits, rows[1], first_id);
         }
-        collect<0>(logits, rows[0], index, warp_lists, strip.slot, first_id, age, group_max[0],
-                   odd[0], p);
-        collect<1>(logits, rows[1], index + 8, warp_lists + 8 * p.k, strip.slot, first_id, age,
-                   group_max[1], odd[1], p);
+        keep_order(index);  // no pointers in registers meanwhile
+        collect<0>(logits, rows[0], store_of(0), published_of(0), first_id, age, groups[0], p);
+        collect<1>(logits, rows[1], store_of(1), published_of(1), first_id, age, groups[1], p);
       }
-      write_part(rows[0], index, warp_lists, strip.slot, p);
-      write_part(rows[1], index + 8, warp_lists + 8 * p.k, strip.slot, p);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        flush(rows[half], store_of(half), p.k);
+        write_part(rows[half], index + 8 * half, store_of(half), strip.slot, p);
+      }
       __syncwarp();
     }
   }

@@ -10,9 +10,9 @@
 
 namespace dflash::sm90 {
 
-constexpr int kLabelRows = 64;
-constexpr int kLabelStages = 6;
-constexpr int kLabelTiles = 2;                        // of K, in a stage
+constexpr int kLabelRows = 16;  // of a block: few, so that there are many blocks
+constexpr int kLabelStages = 4;
+constexpr int kLabelTiles = 4;                        // of K, in a stage
 constexpr int kLabelBytes = kLabelRows * kTileK * 2;  // of one operand and tile
 constexpr int kLabelStageBytes = kLabelTiles * 2 * kLabelBytes;
 constexpr int kLabelThreads = 128;
@@ -25,8 +25,9 @@ __device__ __forceinline__ void copy_16(uint32_t target, const void* source, boo
 }
 
 // label_logits[row] = transform(hidden[row] . weight[labels[row]]), by the same products in the same
-// order as head_kernel, so that it equals that kernel's logit bit for bit. 64 rows a block: the
-// diagonal of hidden @ weight[labels]^T.
+// order as head_kernel, so that it equals that kernel's logit bit for bit: the diagonal of
+// hidden @ weight[labels]^T, 16 x 16 a block. A product has 64 rows; those after the 16 are of
+// whatever follows in shared memory, and not looked at.
 template <typename T>
 __global__ void __launch_bounds__(kLabelThreads)
     label_logits_kernel(const T* hidden, int64_t hidden_stride, const T* weight,
@@ -37,17 +38,14 @@ __global__ void __launch_bounds__(kLabelThreads)
   const int first_row = blockIdx.x * kLabelRows;
   const int steps = (p.width + kLabelTiles * kTileK - 1) / (kLabelTiles * kTileK);
 
-  // Thread t copies chunk t % 8 (8 elements) of rows t / 8 + 16 i.
-  const int chunk = threadIdx.x % 8;
-  const T* sources[2][kLabelRows / 16];
-#pragma unroll
-  for (int i = 0; i < kLabelRows / 16; ++i) {
-    const int row = min(first_row + static_cast<int>(threadIdx.x / 8) + 16 * i, p.num_rows - 1);
-    const int64_t label = p.labels[row];
-    const int64_t id = label >= 0 && label < p.valid ? label : 0;
-    sources[0][i] = hidden + row * hidden_stride;
-    sources[1][i] = weight + id * weight_stride;
-  }
+  // Thread t copies chunk t % 8 (8 elements) of row t / 8 of both operands.
+  const int chunk = threadIdx.x % 8, copy_row = threadIdx.x / 8;
+  const int row_read = min(first_row + copy_row, p.num_rows - 1);
+  const int64_t label = p.labels[row_read];
+  const T* sources[2] = {
+      hidden + row_read * hidden_stride,
+      weight + (label >= 0 && label < p.valid ? label : 0) * weight_stride};
+  const uint32_t place = copy_row * kTileK * 2 + (chunk ^ (copy_row & 7)) * 16;
   const auto copy_step = [&](int step) {
     const uint32_t stage = stages + step % kLabelStages * kLabelStageBytes;
 #pragma unroll
@@ -55,19 +53,14 @@ __global__ void __launch_bounds__(kLabelThreads)
       const int k = (step * kLabelTiles + tile) * kTileK + chunk * 8;
 #pragma unroll
       for (int input = 0; input < 2; ++input) {
-#pragma unroll
-        for (int i = 0; i < kLabelRows / 16; ++i) {
-          const int row = threadIdx.x / 8 + 16 * i;
-          const uint32_t target = stage + (2 * tile + input) * kLabelBytes + row * kTileK * 2 +
-                                  (chunk ^ (row & 7)) * 16;
-          copy_16(target, sources[input][i] + (k < p.width ? k : 0), k < p.width);
-        }
+        copy_16(stage + (2 * tile + input) * kLabelBytes + place,
+                sources[input] + (k < p.width ? k : 0), k < p.width);
       }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
 
-  float logits[32];
+  float logits[8];
   for (int step = 0; step < kLabelStages - 1; ++step) copy_step(step);
   for (int step = 0; step < steps; ++step) {
     asm volatile("cp.async.wait_group %0;" ::"n"(kLabelStages - 2) : "memory");
@@ -92,18 +85,15 @@ __global__ void __launch_bounds__(kLabelThreads)
     pin(logits);
   }
 
-  // Row 16 warp + 8 half + lane / 4 is column 8 j + 2 (lane % 4) + e for j = 2 warp + half.
-  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  float diagonal[2] = {0.0f, 0.0f};
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float z = lane / 4 % 2 == 0 ? logits[4 * j + 2 * (j % 2)] : logits[4 * j + 2 * (j % 2) + 1];
-    if (j / 2 == warp) diagonal[j % 2] = z;
-  }
+  // Row 8 half + lane / 4 of warp 0 meets itself in logits[4 j + 2 half + e] for j = half and
+  // 2 (lane % 4) + e = lane / 4.
+  const int lane = threadIdx.x;
+  if (lane >= 32 || lane % 4 != lane / 8) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = first_row + 16 * warp + 8 * half + lane / 4;
-    if (lane % 4 == lane / 8 && row < p.num_rows) label_logits[row] = p.transform(diagonal[half]);
+    const float z = lane / 4 % 2 == 0 ? logits[6 * half] : logits[6 * half + 1];
+    const int row = first_row + 8 * half + lane / 4;
+    if (row < p.num_rows) label_logits[row] = p.transform(z);
   }
 #endif
 }
@@ -255,8 +245,8 @@ cudaError_t launch_head(const HeadInputs& in, const TopkOutputs& outputs, uint8_
   if (query != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
   const auto encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(symbol);
 
-  constexpr int kLabelShared = kLabelStages * kLabelStageBytes;
-  const int head_shared = kStages * kStageBytes + kTileRows * in.k * 8;
+  constexpr int kLabelShared = kLabelStages * kLabelStageBytes + 64 * kTileK * 2;
+  const int head_shared = kStages * kStageBytes + shared_list_bytes(in.k);
   error = cudaFuncSetAttribute(head_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                head_shared);
   if (error != cudaSuccess) return error;

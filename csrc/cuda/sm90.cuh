@@ -126,13 +126,11 @@ __device__ __forceinline__ void pin(float (&d)[kSize]) {
                      "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define DFLASH_D32(i) DFLASH_D8(i), DFLASH_D8(i + 8), DFLASH_D8(i + 16), DFLASH_D8(i + 24)
 
-#define DFLASH_WGMMA_N64(type)                                                             \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                            \
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {"            \
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "    \
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "    \
-               "%30, %31}, %32, %33, add, 1, 1, 0, 0;\n}"                                  \
-               : DFLASH_D32(0)                                                             \
+#define DFLASH_WGMMA_N16(type)                                                             \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"                            \
+               "wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {"            \
+               "%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, add, 1, 1, 0, 0;\n}"              \
+               : DFLASH_D8(0)                                                              \
                : "l"(a), "l"(b), "r"(add))
 
 #define DFLASH_WGMMA_N256(type)                                                            \
@@ -155,11 +153,11 @@ __device__ __forceinline__ void pin(float (&d)[kSize]) {
 // d[64 x N] = (add ? d : 0) + a[64 x 16] b[N x 16]^T. N = 2 * size of d. Thread t of the warpgroup
 // holds in d[4 j + 2 h + e] row 16 (t / 32) + 8 h + t % 32 / 4, column 8 j + 2 (t % 4) + e.
 template <typename T>
-__device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b, int add) {
+__device__ __forceinline__ void wgmma(float (&d)[8], uint64_t a, uint64_t b, int add) {
   if constexpr (std::is_same_v<T, __half>) {
-    DFLASH_WGMMA_N64("f16");
+    DFLASH_WGMMA_N16("f16");
   } else {
-    DFLASH_WGMMA_N64("bf16");
+    DFLASH_WGMMA_N16("bf16");
   }
 }
 
@@ -174,7 +172,7 @@ __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b, i
 
 #undef DFLASH_D8
 #undef DFLASH_D32
-#undef DFLASH_WGMMA_N64
+#undef DFLASH_WGMMA_N16
 #undef DFLASH_WGMMA_N256
 
 }  // namespace dflash::sm90
