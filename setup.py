@@ -48,7 +48,7 @@ def use_cuda(cuda_version: str | None, home: str | None) -> bool:
     return found and wanted != "0"
 
 
-def extension():
+def extension() -> dict[str, object]:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 

@@ -27,6 +27,8 @@ enum MetricWord : int64_t {
   kMeasuredBatches,
   kNonfiniteSteps,
   kTokens,
+  kGradNormSum,
+  kGradNormSteps,
   kSlotN,
   kSlotHit = kSlotN + kMaxBlock,
   kNumWords = kSlotHit + kMaxBlock,

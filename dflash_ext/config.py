@@ -114,7 +114,9 @@ class DataConfig:
     enable_thinking: bool | None = _doc(None, "passed to the chat template; null = not passed")
     drop_loops: bool = _doc(True, "drop answers that end in a repeating loop")
     seed: int = _doc(0, "seed of the order of examples and of the anchors", at_least=0)
-    num_workers: int = _doc(1, "threads that tokenize", at_least=1)
+    num_workers: int = _doc(
+        1, "threads that tokenize; one is used: fast tokenizers are not safe to share", at_least=1
+    )
 
 
 @dataclass

@@ -28,7 +28,8 @@ class Slot:
     """Hidden states of one packed batch.
 
     Attributes:
-        hidden: ``[token_budget, num_layers * hidden_size]``, the captured layers side by side.
+        hidden: ``[token_budget, num_layers * hidden_size]``, the captured layers side by side;
+            with ``split_fc`` ``[num_layers, token_budget, hidden_size]``.
         last_hidden: ``[token_budget, hidden_size]`` after the target's final norm, or None.
         high_water: ``[num_layers + 1]`` int64, per column group the rows that may be non-zero.
     """
@@ -42,11 +43,13 @@ class Slot:
         dtype: torch.dtype,
         device: torch.device,
         with_last: bool,
+        split_fc: bool = False,
     ) -> None:
         # Zeros, not empty: rows beyond a batch meet a zero gradient in fc, and 0 * NaN is NaN.
-        self.hidden = torch.zeros(
-            token_budget, num_layers * hidden_size, dtype=dtype, device=device
-        )
+        shape: tuple[int, ...] = (token_budget, num_layers * hidden_size)
+        if split_fc:
+            shape = (num_layers, token_budget, hidden_size)
+        self.hidden = torch.zeros(shape, dtype=dtype, device=device)
         self.last_hidden: Tensor | None = None
         if with_last:
             self.last_hidden = torch.zeros(token_budget, hidden_size, dtype=dtype, device=device)

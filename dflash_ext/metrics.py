@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dflash_ext import _C, ops
-from dflash_ext.ops.metric_add import NUM_WORDS, WORD, new_accumulator
+from dflash_ext.ops.metric_add import NUM_WORDS, SCALE, WORD, new_accumulator
 
 Summary = dict[str, float | int]
 
@@ -142,6 +142,7 @@ def summarise(words: Sequence[int], block_size: int) -> Summary:
     ratio("ddtree_streak8", word("streak8"), word("blocks"))
     for slot in range(block_size):
         ratio(f"acc_{slot}", words[WORD["slot_hit"] + slot], words[WORD["slot_n"] + slot])
+    ratio("grad_norm", word("grad_norm_sum"), word("grad_norm_steps") * int(SCALE))
     if word("tokens"):
         summary["tokens"] = word("tokens")
     for count in ("batches", "nonfinite_steps", "nonfinite_values"):

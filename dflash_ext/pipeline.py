@@ -63,6 +63,13 @@ class Pipeline:
     """
 
     def __init__(self, cfg: Config, run_dir: Path, resume: bool = False) -> None:
+        for side in ("targets", "drafters"):
+            for device in getattr(cfg.topology, side):
+                if device != "cpu":
+                    raise UserError(
+                        f"topology.{side}: found {device}, want cpu: "
+                        "this release has no GPU kernels yet"
+                    )
         self.cfg, self.run_dir = cfg, run_dir
         self.dtype = DTYPES[cfg.model.dtype]
         self.world = len(cfg.topology.drafters)
@@ -88,6 +95,7 @@ class Pipeline:
             device=torch.device(cfg.topology.targets[0]),
             revision=cfg.model.revision,
             attn_backend=cfg.model.attn_backend,
+            require_fast_gdn=cfg.model.require_fast_gdn,
         )
         info = self.target.info
         self.layer_ids = cfg.model.target_layer_ids or default_target_layer_ids(
@@ -207,6 +215,7 @@ class Pipeline:
                 dtype=self.dtype,
                 device=torch.device(device),
                 with_last=cfg.train.kl_weight > 0,
+                split_fc=cfg.drafter.split_fc,
             )
             for _ in range(cfg.topology.slots_per_drafter)
         ]

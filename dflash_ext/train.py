@@ -14,8 +14,9 @@ import torch
 import transformers
 
 import dflash_ext
-from dflash_ext.acceptance import accept_len, prompt_lookup_lengths
+from dflash_ext.acceptance import accept_len, prompt_lookup_lengths, text_end
 from dflash_ext.config import Config, UserError, parse_config, run_command, save_config
+from dflash_ext.data.conversations import prompt_and_answer
 from dflash_ext.export import write_export
 from dflash_ext.logger import RunLogger, print_summary, write_summary
 from dflash_ext.monitor import Monitor
@@ -65,10 +66,11 @@ def _check_run_dir(run_dir: Path, resume: bool) -> None:
 
 
 def _summary(pipeline: Pipeline, monitor: Monitor, seconds: float) -> dict[str, Any]:
-    lookup = [
-        prompt_lookup_lengths(e.input_ids.tolist(), int(e.loss_mask.argmax()), pipeline.layout.size)
-        for e in pipeline.eval_examples
-    ]
+    lookup = []
+    for example in pipeline.eval_examples:
+        prompt, answer = (part.tolist() for part in prompt_and_answer(example))
+        answer = answer[: text_end(answer, pipeline.model.spec.eos_token_ids) + 1]
+        lookup.append(prompt_lookup_lengths(prompt + answer, len(prompt), pipeline.layout.size))
     return {
         "steps": pipeline.done_steps,
         "tokens": monitor.tokens,

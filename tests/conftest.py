@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+# Tensors here are tiny: more threads would only wait for each other.
+torch.set_num_threads(1)
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>")
 CHATML = (
     "{% for message in messages %}"
@@ -64,11 +67,11 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = torch.random.get_rng_state()
     torch.manual_seed(1234)
     model = LlamaForCausalLM(config)
-    torch.random.set_rng_state(state)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # weights of 1 would hide a norm that is left out
                 parameter.uniform_(0.5, 1.5)
+    torch.random.set_rng_state(state)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

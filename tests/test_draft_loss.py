@@ -396,6 +396,14 @@ def test_non_finite_state_shows_and_stays_in_its_row(value: float) -> None:
     assert draft_loss_stats(*arguments(case))[2][a, k] == 500
 
 
+def test_non_finite_teacher_shows() -> None:
+    case = make_case(3, 4, 8, 50, torch.float32)
+    case.teacher_hidden.fill_(float("nan"))
+    teacher = {"teacher_hidden": case.teacher_hidden, "teacher_index": case.teacher_index}
+    assert draft_loss(*arguments(case), kl_weight=1.0, **teacher).isnan()
+    assert draft_loss(*arguments(case), kl_weight=0.0, **teacher).isfinite()
+
+
 def test_extreme_logits() -> None:
     case = make_case(4, 4, 16, 200, torch.float32)
     case = dataclasses.replace(case, hidden=case.hidden * 1e3)

@@ -264,3 +264,36 @@ def test_resume_of_a_finished_run_only_reports(run, tmp_path: Path) -> None:
     for key in ("steps", "accept_len_before", "accept_len_after", "tokens"):
         assert before[key] == after[key], key
     assert [row["step"] for row in rows(tmp_path / "a")] == [0, 2, 4, 6]
+
+
+def test_split_fc_trains_the_same_drafter(run, tmp_path: Path) -> None:
+    assert run("one") == 0
+    assert run("split", "--drafter.split_fc=true") == 0
+    one, split = weights(tmp_path / "one"), weights(tmp_path / "split")
+    for name in one:
+        torch.testing.assert_close(one[name], split[name], rtol=2e-3, atol=2e-5)
+
+
+def test_the_gradient_norm_is_logged_only_when_wanted(run, tmp_path: Path) -> None:
+    assert run("plain") == 0
+    assert run("norm", "--log.grad_norm=true", "--topology.drafters=[cpu, cpu]") == 0
+    assert all("grad_norm" not in row for row in rows(tmp_path / "plain"))
+    assert all(0 < row["grad_norm"] < 1e4 for row in rows(tmp_path / "norm") if row["step"])
+
+
+def test_steps_without_a_finite_gradient_are_skipped_counted_and_stop_the_run(
+    run, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    forward = Target.forward_capture
+
+    def poisoned(self, input_ids, layer_ids, on_layer, need_last):
+        return forward(
+            self, input_ids, layer_ids, lambda i, h: on_layer(i, h * torch.nan), need_last
+        )
+
+    monkeypatch.setattr(Target, "forward_capture", poisoned)
+    flags = ("--data.eval=[]", "--train.steps=40", "--train.max_nonfinite_steps=6")
+    assert run("a", *flags) == 1
+    assert "train.max_nonfinite_steps: found 6" in capsys.readouterr().err
+    logged = rows(tmp_path / "a")
+    assert logged[0]["nonfinite_steps"] == 2 and "loss" not in logged[0]

@@ -152,7 +152,7 @@ def test_the_block_before_a_limit_is_shorter(
 ) -> None:
     """Limits chosen so that a full block there would give other lengths."""
     chosen = []
-    for index, limit in itertools.product(PROMPTS, range(42, tiny_drafter.MAX_NEW_TOKENS)):
+    for index, limit in itertools.product(PROMPTS, range(4, tiny_drafter.MAX_NEW_TOKENS)):
         case = Case(bench, zlab_model, zlab_drafter, index)
         ids, last = case.ids[: case.first + limit], case.first + limit - 1
         full = case.measure(Text(ids, [Answer(case.first, last, limit=10**6)]))

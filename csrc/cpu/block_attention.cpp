@@ -22,17 +22,15 @@
 #include "isa.h"
 #include "switch.h"
 
-namespace dflash {
+namespace dflash::attention {
 namespace {
 
 namespace baseline {
-#include "simd.inl"
 #include "block_attention_kernels.inl"
 }  // namespace baseline
 #ifdef DFLASH_HAS_AVX2
 DFLASH_AVX2_BEGIN
 namespace avx2 {
-#include "simd.inl"
 #include "block_attention_kernels.inl"
 }  // namespace avx2
 DFLASH_AVX2_END
@@ -51,7 +49,6 @@ void for_each_task(int64_t tasks, const MakeScratch& make_scratch, const Body& b
     for (int64_t i; (i = next.fetch_add(1)) < tasks;) body(scratch, i);
   });
 }
-
 
 // Per-thread buffers. M = K * G rows of queries, Dp = D rounded up to whole panels.
 template <typename acc_t>
@@ -80,8 +77,8 @@ struct Scratch {
 
 template <typename scalar_t, typename acc_t>
 struct Gradients {
-  acc_t *k_ctx, *v_ctx;             // [T, Hk, D], added to
-  scalar_t *q, *k_blk, *v_blk;      // written
+  acc_t *k_ctx, *v_ctx;         // [T, Hk, D], added to
+  scalar_t *q, *k_blk, *v_blk;  // written
 };
 
 template <typename scalar_t, typename acc_t>
@@ -93,8 +90,7 @@ class Attention {
             const at::Tensor& v_blk)
       : problem_(problem), q_(q), k_blk_(k_blk), v_blk_(v_blk) {}
 
-  void forward(const at::Tensor& k_ctx, const at::Tensor& v_ctx, at::Tensor& out,
-               at::Tensor& lse) {
+  void forward(const at::Tensor& k_ctx, const at::Tensor& v_ctx, at::Tensor& out, at::Tensor& lse) {
     const std::vector<char> seen = problem_.seen_panels();
     keys_ = PackedContext<acc_t>::template make<scalar_t>(k_ctx, seen, true, false);
     values_ = PackedContext<acc_t>::template make<scalar_t>(v_ctx, seen, false, true);
@@ -109,8 +105,8 @@ class Attention {
   }
 
   // Adds to dk_ctx and dv_ctx; the other gradients are written.
-  void backward(const at::Tensor& grad_out, const at::Tensor& lse,
-                const at::Tensor& k_ctx, const at::Tensor& v_ctx, Gradients<scalar_t, acc_t> to) {
+  void backward(const at::Tensor& grad_out, const at::Tensor& lse, const at::Tensor& k_ctx,
+                const at::Tensor& v_ctx, Gradients<scalar_t, acc_t> to) {
     const std::vector<char> seen = problem_.seen_panels();
     keys_ = PackedContext<acc_t>::template make<scalar_t>(k_ctx, seen, true, true);
     values_ = PackedContext<acc_t>::template make<scalar_t>(v_ctx, seen, true, false);
@@ -128,7 +124,8 @@ class Attention {
   }
 
  private:
-  // Rows of a block's queries (or outputs) for one KV head: row k * G + g is slot k, head h * G + g.
+  // Rows of a block's queries (or outputs) for one KV head: row k * G + g is slot k, head h * G +
+  // g.
   void pack_queries(const Source& from, int64_t a, int64_t h, acc_t* to, int64_t width,
                     acc_t scale) {
     const Shape& s = problem_.shape;
@@ -155,8 +152,8 @@ class Attention {
       gemm_(s.rows(), c.panels, s.dim, a.data(), a_width, 1, context.panel(h, c.first_panel),
             kPanel<acc_t>, panel, scores.data(), c.padded);
     }
-    gemm_(s.rows(), (c.padded - c.block) / kPanel<acc_t>, s.dim, a.data(), a_width, 1,
-          block.data(), kPanel<acc_t>, panel, scores.data() + c.block, c.padded);
+    gemm_(s.rows(), (c.padded - c.block) / kPanel<acc_t>, s.dim, a.data(), a_width, 1, block.data(),
+          kPanel<acc_t>, panel, scores.data() + c.block, c.padded);
   }
 
   // out = scores (keys or values) over all columns of a block.
@@ -220,8 +217,8 @@ class Attention {
     }
   }
 
-  void backward_task(int64_t a, int64_t h, Scratch<acc_t>& x, const Source& d_out,
-                     const acc_t* lse, const Gradients<scalar_t, acc_t>& to) {
+  void backward_task(int64_t a, int64_t h, Scratch<acc_t>& x, const Source& d_out, const acc_t* lse,
+                     const Gradients<scalar_t, acc_t>& to) {
     const Shape& s = problem_.shape;
     const Columns c = problem_.columns(a);
     pack_queries(q_, a, h, x.q.data(), x.width, s.scale);
@@ -265,7 +262,7 @@ Problem make_problem(const at::Tensor& q, const at::Tensor& k_ctx, const at::Ten
   CHECK_DIM(k_blk, 4);
   CHECK_DIM(k_ctx, 3);
   Problem problem;
-  problem.shape = {q.size(0), q.size(1), q.size(2), k_blk.size(2), q.size(3),
+  problem.shape = {q.size(0),     q.size(1), q.size(2), k_blk.size(2), q.size(3),
                    k_ctx.size(0), scale,     window,    causal};
   const Shape& s = problem.shape;
   for (const at::Tensor& x : {k_ctx, v_ctx, k_blk, v_blk}) {
@@ -305,8 +302,8 @@ std::tuple<at::Tensor, at::Tensor> block_attention_cpu(
     const at::Tensor& q, const at::Tensor& k_ctx, const at::Tensor& v_ctx, const at::Tensor& k_blk,
     const at::Tensor& v_blk, const at::Tensor& ctx_start, const at::Tensor& ctx_end, double scale,
     std::optional<int64_t> window, bool causal) {
-  Problem problem = make_problem(q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, scale, window,
-                                 causal);
+  Problem problem =
+      make_problem(q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, scale, window, causal);
   at::Tensor out = at::empty(q.sizes(), q.options());
   at::Tensor lse = at::empty(q.sizes().slice(0, 3), q.options().dtype(accumulate_type(q)));
   if (q.numel() == 0) return {out, lse};
@@ -324,8 +321,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> block_attention_backward_cpu(
     const at::Tensor& out, const at::Tensor& lse, const at::Tensor& ctx_start,
     const at::Tensor& ctx_end, at::Tensor& dk_ctx, at::Tensor& dv_ctx, double scale,
     std::optional<int64_t> window, bool causal) {
-  Problem problem = make_problem(q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, scale, window,
-                                 causal);
+  Problem problem =
+      make_problem(q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, scale, window, causal);
   const Shape& s = problem.shape;
   for (const at::Tensor& x : {grad_out, out}) {
     CHECK_CPU(x);
@@ -353,8 +350,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> block_attention_backward_cpu(
         dk_ctx.mutable_data_ptr<acc_t>(), dv_ctx.mutable_data_ptr<acc_t>(),
         dq.mutable_data_ptr<scalar_t>(), dk_blk.mutable_data_ptr<scalar_t>(),
         dv_blk.mutable_data_ptr<scalar_t>()};
-    Attention<scalar_t, acc_t>(problem, q, k_blk, v_blk)
-        .backward(grad_out, lse, k_ctx, v_ctx, to);
+    Attention<scalar_t, acc_t>(problem, q, k_blk, v_blk).backward(grad_out, lse, k_ctx, v_ctx, to);
   });
   return {dq, dk_blk, dv_blk};
 }
@@ -366,4 +362,4 @@ TORCH_LIBRARY_IMPL(dflash_ext, CPU, m) {
   m.impl("block_attention_backward", &block_attention_backward_cpu);
 }
 
-}  // namespace dflash
+}  // namespace dflash::attention

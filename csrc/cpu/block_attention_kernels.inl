@@ -1,5 +1,7 @@
-// Kernels of block_attention, included once per instruction set (isa.h) after simd.inl. Matrices
+// Kernels of block_attention, included once per instruction set. Matrices
 // are row-major; tiles are kTile columns wide, and depths and row counts are arbitrary.
+
+#include "simd.inl"
 
 template <typename T>
 constexpr int64_t kTile = 2 * kLanes<T>;
@@ -42,11 +44,21 @@ void gemm(int64_t rows, int64_t tiles, int64_t depth, const T* a, int64_t a_row,
     const T* a_rest = a + i * a_row;
     T* c_rest = c + i * c_row;
     switch (rows - i) {
-      case 5: gemm_tile<T, 5, kAdd>(depth, a_rest, a_row, a_depth, b, b_row, c_rest, c_row); break;
-      case 4: gemm_tile<T, 4, kAdd>(depth, a_rest, a_row, a_depth, b, b_row, c_rest, c_row); break;
-      case 3: gemm_tile<T, 3, kAdd>(depth, a_rest, a_row, a_depth, b, b_row, c_rest, c_row); break;
-      case 2: gemm_tile<T, 2, kAdd>(depth, a_rest, a_row, a_depth, b, b_row, c_rest, c_row); break;
-      case 1: gemm_tile<T, 1, kAdd>(depth, a_rest, a_row, a_depth, b, b_row, c_rest, c_row); break;
+      case 5:
+        gemm_tile<T, 5, kAdd>(depth, a_rest, a_row, a_depth, b, b_row, c_rest, c_row);
+        break;
+      case 4:
+        gemm_tile<T, 4, kAdd>(depth, a_rest, a_row, a_depth, b, b_row, c_rest, c_row);
+        break;
+      case 3:
+        gemm_tile<T, 3, kAdd>(depth, a_rest, a_row, a_depth, b, b_row, c_rest, c_row);
+        break;
+      case 2:
+        gemm_tile<T, 2, kAdd>(depth, a_rest, a_row, a_depth, b, b_row, c_rest, c_row);
+        break;
+      case 1:
+        gemm_tile<T, 1, kAdd>(depth, a_rest, a_row, a_depth, b, b_row, c_rest, c_row);
+        break;
     }
   }
 }

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-namespace dflash {
+namespace dflash::attention {
 
 // Keys are worked off in panels of this many, one tile of the kernels.
 template <typename acc_t>
@@ -163,7 +163,7 @@ struct PackedContext {
   template <typename scalar_t>
   static PackedContext make(const at::Tensor& x, const std::vector<char>& seen, bool with_panels,
                             bool with_rows) {
-      const Strided<scalar_t> source(x);
+    const Strided<scalar_t> source(x);
     const int64_t length = x.size(0), heads = x.size(1), dim = x.size(2), count = seen.size();
     const int64_t padded = round_up(dim, kPanel<acc_t>);
     const auto options = x.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
@@ -195,5 +195,4 @@ struct PackedContext {
   }
 };
 
-
-}  // namespace dflash
+}  // namespace dflash::attention

@@ -1,6 +1,6 @@
-// Tasks of rows run in parallel, each on its own buffer of logits: GEMM with the head, the row
-// kernels (statistics, gradient in place), GEMM back. Weights are applied to the finished gradient
-// rows, since D-PACE knows them only once a block's last row is done.
+// Tasks of rows run in parallel, each on its own buffer of logits (draft_loss_task.h). Weights are
+// applied to the finished gradient rows, since D-PACE knows them only once a block's last row is
+// done.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -17,167 +17,27 @@
 #include <vector>
 
 #include "check.h"
-#include "isa.h"
+#include "draft_loss_task.h"
 #include "switch.h"
 
-namespace dflash {
+namespace dflash::loss {
 namespace {
-
-constexpr int64_t kRowPad = 32;
-constexpr double kPadding = -1e30;  // finite: e^u * u must be 0 there, not NaN
-// More rows than this per task make the GEMMs no faster, only the buffer larger.
-constexpr int64_t kTaskRows = 256;
-// Heads in another dtype than the accumulator are converted in tiles of this many rows.
-constexpr int64_t kVocabTile = 4096;
-
-struct RowShape {
-  int64_t width, padded;
-};
-
-struct RowOptions {
-  double ce_weight, kl_weight, cap_lambda;
-  double softcap;  // 0: none
-  bool need_grad;
-};
-
-struct TeacherRow {
-  double sum = 1, negative_entropy = 0;
-};
-
-struct RowGradient {
-  double sum, entropy, softcap;
-  double own, cap, teacher;  // coefficients of the drafter's p, of its entropy, of the teacher's E
-};
-
-struct RowResult {
-  double ce, kl, cap, lse;
-  double scale = 0;
-  int64_t rank;
-};
-
-namespace baseline {
-#include "simd.inl"
-#include "draft_loss_rows.inl"
-}  // namespace baseline
-#ifdef DFLASH_HAS_AVX2
-DFLASH_AVX2_BEGIN
-namespace avx2 {
-#include "simd.inl"
-#include "draft_loss_rows.inl"
-}  // namespace avx2
-DFLASH_AVX2_END
-#endif
-
-// weight[:V] as tiles in acc_t; the whole head in place if it already has that type.
-template <typename acc_t>
-class Head {
- public:
-  Head(const at::Tensor& weight, int64_t vocab)
-      : weight_(weight.narrow(0, 0, vocab)), direct_(weight.scalar_type() == kType) {
-    if (!direct_) buffer_ = at::empty({std::min(vocab, kVocabTile), weight.size(1)}, kType);
-  }
-
-  // logits[n, :V] = states @ weight.T
-  void project(const at::Tensor& states, at::Tensor logits) {
-    for_each_tile([&](const at::Tensor& tile, int64_t begin) {
-      at::Tensor out = logits.narrow(1, begin, tile.size(0));
-      at::mm_out(out, states, tile.t());
-    });
-  }
-
-  // gradient = d_logits[n, :V] @ weight
-  void project_back(const at::Tensor& d_logits, at::Tensor gradient) {
-    for_each_tile([&](const at::Tensor& tile, int64_t begin) {
-      const at::Tensor part = d_logits.narrow(1, begin, tile.size(0));
-      if (begin == 0) {
-        at::mm_out(gradient, part, tile);
-      } else {
-        at::addmm_out(gradient, gradient, part, tile);
-      }
-    });
-  }
-
- private:
-  static constexpr at::ScalarType kType = c10::CppTypeToScalarType<acc_t>::value;
-
-  template <typename F>
-  void for_each_tile(const F& use) {
-    const int64_t vocab = weight_.size(0);
-    const int64_t step = direct_ ? vocab : kVocabTile;
-    for (int64_t begin = 0; begin < vocab; begin += step) {
-      const int64_t rows = std::min(step, vocab - begin);
-      at::Tensor tile = weight_.narrow(0, begin, rows);
-      if (!direct_) tile = buffer_.narrow(0, 0, rows).copy_(tile);
-      use(tile, begin);
-    }
-  }
-
-  at::Tensor weight_, buffer_;
-  bool direct_;
-};
-
-struct Rows {
-  at::Tensor states, teacher_states;      // [n, H], in the inputs' dtype
-  std::vector<int64_t> slots, labels;     // [n]
-  std::vector<RowResult> results;         // [n]
-  at::Tensor gradient;                    // [n, H] in acc_t, not weighted yet; or undefined
-};
-
-template <typename acc_t>
-void run_task(Rows& rows, int64_t begin, int64_t end, const at::Tensor& weight, int64_t vocab,
-              const RowOptions& options, double logit_scale, at::Tensor& logits,
-              at::Tensor& teacher_logits) {
-  constexpr at::ScalarType kType = c10::CppTypeToScalarType<acc_t>::value;
-  const int64_t count = end - begin;
-  const RowShape shape{vocab, logits.size(1)};
-  Head<acc_t> head(weight, vocab);
-  const auto project = [&](const at::Tensor& states, const at::Tensor& out) {
-    at::Tensor scaled = states.narrow(0, begin, count).to(kType);
-    if (logit_scale != 1) scaled = scaled * logit_scale;
-    head.project(scaled, out.narrow(0, 0, count));
-  };
-  project(rows.states, logits);
-  const bool with_teacher = rows.teacher_states.defined();
-  if (with_teacher) project(rows.teacher_states, teacher_logits);
-
-  const auto teacher_row = KERNEL(teacher_row<acc_t>);
-  const auto student_row = KERNEL(student_row<acc_t>);
-  for (int64_t i = 0; i < count; ++i) {
-    acc_t* z = logits.mutable_data_ptr<acc_t>() + i * shape.padded;
-    acc_t* teacher = nullptr;
-    TeacherRow stats;
-    if (with_teacher) {
-      teacher = teacher_logits.mutable_data_ptr<acc_t>() + i * shape.padded;
-      stats = teacher_row(teacher, shape, options.softcap);
-    }
-    rows.results[begin + i] =
-        student_row(z, shape, rows.labels[begin + i], teacher, stats, options);
-  }
-  if (!options.need_grad) return;
-  head.project_back(logits.narrow(0, 0, count).narrow(1, 0, vocab),
-                    rows.gradient.narrow(0, begin, count));
-}
 
 template <typename acc_t>
 void run_tasks(Rows& rows, const at::Tensor& weight, int64_t vocab, const RowOptions& options,
                double logit_scale, int64_t chunk_rows) {
-  constexpr at::ScalarType kType = c10::CppTypeToScalarType<acc_t>::value;
   const int64_t count = rows.slots.size(), threads = at::get_num_threads();
   const int64_t limit = std::max<int64_t>(1, std::min(kTaskRows, chunk_rows / threads));
   const int64_t workers = std::min(threads, chunk_rows);
   const int64_t rounds = (count + limit * workers - 1) / (limit * workers);
   const int64_t tasks = rounds * workers;
   const int64_t task_rows = (count + tasks - 1) / tasks;
-  const int64_t padded = (vocab + kRowPad - 1) / kRowPad * kRowPad;
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
+  at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
     at::NoGradGuard no_grad;
-    at::Tensor logits = at::empty({task_rows, padded}, kType);
-    at::Tensor teacher_logits;
-    if (rows.teacher_states.defined()) teacher_logits = at::empty({task_rows, padded}, kType);
+    Task<acc_t> task(weight, vocab, options, logit_scale, task_rows, rows.teacher_states.defined());
     for (int64_t begin; (begin = next.fetch_add(task_rows)) < count;) {
-      run_task<acc_t>(rows, begin, std::min(begin + task_rows, count), weight, vocab, options,
-                      logit_scale, logits, teacher_logits);
+      task.run(rows, begin, std::min(begin + task_rows, count));
     }
   });
 }
@@ -216,8 +76,8 @@ Rows select_rows(const at::Tensor& hidden, const at::Tensor& labels, const at::T
   for (int64_t i = 0; i < n_rows; ++i) {
     TORCH_CHECK_INDEX(row[i] >= 0 && row[i] < slots, "rows: found ", row[i], " at ", i,
                       ", want 0 to ", slots - 1);
-    TORCH_CHECK_INDEX(label[row[i]] >= 0 && label[row[i]] < vocab, "labels: found ",
-                      label[row[i]], " in slot ", row[i], ", want 0 to ", vocab - 1);
+    TORCH_CHECK_INDEX(label[row[i]] >= 0 && label[row[i]] < vocab, "labels: found ", label[row[i]],
+                      " in slot ", row[i], ", want 0 to ", vocab - 1);
     result.slots.push_back(row[i]);
     result.labels.push_back(label[row[i]]);
   }
@@ -289,8 +149,7 @@ Outputs draft_loss_impl(const at::Tensor& hidden, const at::Tensor& weight, int6
       for (int64_t i = begin; i < end; ++i) {
         const int64_t slot = rows.slots[i];
         if (w[slot] == 0) continue;
-        const acc_t factor =
-            w[slot] * inverse * options.logit_scale * rows.results[i].scale;
+        const acc_t factor = w[slot] * inverse * options.logit_scale;
         for (int64_t h = 0; h < width; ++h) to[slot * width + h] = from[i * width + h] * factor;
       }
     });
@@ -298,10 +157,10 @@ Outputs draft_loss_impl(const at::Tensor& hidden, const at::Tensor& weight, int6
   return {at::full({}, loss * inverse, acc), d_hidden, terms, rank, lse, used.to(acc.dtype())};
 }
 
-Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight,
-                       const at::Tensor& labels, const at::Tensor& weights,
-                       const at::Tensor& weight_sum, const at::Tensor& rows,
-                       const at::Tensor& n_rows, const std::optional<at::Tensor>& teacher_hidden,
+Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
+                       const at::Tensor& weights, const at::Tensor& weight_sum,
+                       const at::Tensor& rows, const at::Tensor& n_rows,
+                       const std::optional<at::Tensor>& teacher_hidden,
                        const std::optional<at::Tensor>& teacher_index, double ce_weight,
                        double kl_weight, double cap_lambda, std::optional<double> dpace_alpha,
                        std::optional<double> softcap, double logit_scale, int64_t chunk_rows,
@@ -343,7 +202,9 @@ Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight,
               ", want 1 to V = ", weight.size(0));
 
   const LossOptions options{{ce_weight, kl_weight, cap_lambda, softcap.value_or(0), need_grad},
-                            dpace_alpha, logit_scale, chunk_rows};
+                            dpace_alpha,
+                            logit_scale,
+                            chunk_rows};
   Rows picked = select_rows(hidden, labels, rows, *n_rows.const_data_ptr<int64_t>(), vocab,
                             teacher_hidden, teacher_index);
   const double denominator = weight_sum.item<double>();
@@ -360,4 +221,4 @@ Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight,
 
 TORCH_LIBRARY_IMPL(dflash_ext, CPU, m) { m.impl("draft_loss", &draft_loss_cpu); }
 
-}  // namespace dflash
+}  // namespace dflash::loss

@@ -18,6 +18,7 @@ from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
 from dflash_ext.grad_sync import GradSync
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.metrics import MetricStream
+from dflash_ext.ops.metric_add import SCALE
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.supervisor import Supervisor, Worker
 
@@ -116,9 +117,18 @@ class DrafterTrainLoop:
         self.grad_sync.all_reduce([p.grad for p in self.params if p.grad is not None])
         start = time.perf_counter()
         norm = self.optimizer.step(step)
-        self.stream.count("nonfinite_steps", (~torch.isfinite(norm)).long())
+        self._count_norm(norm)
         self.busy_s += time.perf_counter() - start
         self.done_steps = step + 1
+
+    def _count_norm(self, norm: Tensor) -> None:
+        """Skipped steps, and if wanted the norm, leave through the metrics like all the rest."""
+        finite = torch.isfinite(norm)
+        self.stream.count("nonfinite_steps", (~finite).long())
+        if self.cfg.log.grad_norm:
+            norm = torch.where(finite, norm, 0.0)
+            self.stream.count("grad_norm_sum", (norm * SCALE).long())
+            self.stream.count("grad_norm_steps", finite.long())
 
     def _train_batch(self, slot: Slot) -> None:
         assert slot.ticket is not None
@@ -166,7 +176,13 @@ class DrafterTrainLoop:
                 return
             slot = self.hs_queue.get()
             assert slot.ticket is not None and slot.ticket.kind == "eval"
-            lengths += evaluate_plan(self.model, self.head, slot.hidden, slot.ticket.plan)
+            lengths += evaluate_plan(
+                self.model,
+                self.head,
+                slot.hidden,
+                slot.ticket.plan,
+                stop_token_ids=self.model.spec.eos_token_ids,
+            )
             self.hs_queue.release(slot)
         self.scores[step] = accept_len(lengths)
         self.evals.append((step, lengths))

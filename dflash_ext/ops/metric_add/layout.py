@@ -26,7 +26,9 @@ _NAMES = (
     "batches",
     "measured_batches",
     "nonfinite_steps",  # the optimizer's
-    "tokens",  # the training loop's
+    "tokens",  # the training loop's, like the two below
+    "grad_norm_sum",
+    "grad_norm_steps",
 )
 
 SCALE = float(2**24)

@@ -1,0 +1,30 @@
+"""The README keeps what it says about commands and configuration true."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from dflash_ext.config import Config
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_ci_runs_exactly_the_commands_of_the_quick_start() -> None:
+    quick_start = README.split("## Quick start")[1].split("\n## ")[0]
+    commands = re.findall(r"```bash\n(.*?)```", quick_start, flags=re.DOTALL)
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    lines = [line for block in commands for line in block.strip().splitlines()]
+    assert len(lines) == 2
+    assert all(line in ci for line in lines)
+
+
+def test_every_configuration_field_stands_in_the_readme_with_its_default() -> None:
+    config = Config()
+    for section in dataclasses.fields(Config):
+        values = getattr(config, section.name)
+        for field in dataclasses.fields(values):
+            value = getattr(values, field.name)
+            shown = "–" if value is None else str(value)
+            row = f"| `{section.name}.{field.name}` | {shown} |"
+            assert row in README, row
