@@ -1,16 +1,20 @@
-"""Each bench_<name>.py has `cases(device) -> list[Case]`; `python -m benchmarks.run` times them."""
+"""bench_<name>.py has `cases(device) -> Iterable[Case]`; `python -m benchmarks.run` times them."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 MIN_SECONDS = 0.5
 MIN_REPEATS = 5
+FLUSH_BYTES = 2**30  # many times a GPU's L2 cache
+COPY_BYTES = {"cpu": 2**26, "cuda": 2**31}
 
 
 @dataclass
@@ -25,17 +29,31 @@ class Case:
     check: Callable[[], None]  # raises AssertionError unless run's result equals the naive one's
     bytes_moved: int = 0  # read and written, at least
     flops: int = 0
+    ceiling: float = 0  # bytes or operations a second that this machine reaches, if measured
 
     def rate(self, seconds: float) -> str:
         if self.flops:
             return f"{self.flops / seconds / 1e9:.0f} GFLOP/s"
         return f"{self.bytes_moved / seconds / 1e9:.1f} GB/s" if self.bytes_moved else "-"
 
+    def share(self, seconds: float) -> float | None:
+        """Part of the ceiling that is reached."""
+        if not self.ceiling:
+            return None
+        return (self.flops or self.bytes_moved) / seconds / self.ceiling
+
+
+@functools.cache
+def flush_buffer(device: torch.device) -> Tensor:
+    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call; on a GPU between two events of the current stream."""
+    """Seconds of one call; on a GPU between two events of the current stream, with a cold L2."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Takes the GPU long enough for the host to enqueue the call meanwhile.
+        flush_buffer(device).zero_()
         start.record()
         call()
         end.record()
@@ -46,14 +64,24 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def time_both(case: Case, device: torch.device) -> tuple[float, float]:
-    """Median seconds of the operator and of its peer, called in turns after one warm-up each."""
-    calls = (case.run, case.peer)
+def median_seconds(
+    calls: tuple[Callable[[], object], ...], device: torch.device
+) -> tuple[float, ...]:
+    """Median seconds of each of `calls`, which take turns after one warm-up each."""
     for call in calls:
         call()
-    times: tuple[list[float], list[float]] = ([], [])
+    times: tuple[list[float], ...] = tuple([] for _ in calls)
     begin = time.perf_counter()
     while time.perf_counter() - begin < MIN_SECONDS or len(times[0]) < MIN_REPEATS:
         for call, seconds in zip(calls, times, strict=True):
             seconds.append(seconds_of(call, device))
-    return statistics.median(times[0]), statistics.median(times[1])
+    return tuple(statistics.median(seconds) for seconds in times)
+
+
+@functools.cache
+def copy_rate(source: torch.device, target: torch.device) -> float:
+    """Bytes a second of a large copy: read and written on one device, carried between two."""
+    size = COPY_BYTES[source.type]
+    from_, to = (torch.randint(0, 100, (size // 8,), device=device) for device in (source, target))
+    (seconds,) = median_seconds((lambda: to.copy_(from_, non_blocking=True),), source)
+    return (2 if source == target else 1) * size / seconds

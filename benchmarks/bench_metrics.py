@@ -1,35 +1,48 @@
-"""metric_add and metric_publish against the same sums in torch."""
+"""metric_add, metric_publish and a whole step's metrics against the same sums in torch."""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
+from torch import Tensor
 
 from benchmarks import Case
 from dflash_ext import ops
+from dflash_ext.metrics import MetricStream
 from dflash_ext.ops.metric_add import NUM_WORDS, new_accumulator
 from dflash_ext.ops.metric_add.naive import metric_add_naive
 from dflash_ext.ops.metric_publish.naive import metric_publish_naive
 
-SHAPES = [(64, 16), (512, 16)]  # anchors and slots
+SHAPES = [(64, 16), (512, 16), (1024, 16)]  # anchors and slots
+SETS = 8  # inputs that take turns
 
 
-def add_case(device: torch.device, blocks: int, block_size: int) -> Case:
+def make_batch(device: torch.device, blocks: int, block_size: int) -> tuple[Tensor, ...]:
+    """(rank, terms, weights)"""
     rank = torch.randint(0, 12, (blocks, block_size), device=device)
     terms = torch.rand(blocks, block_size, 4, device=device)
     weights = torch.rand(blocks, block_size, device=device)
     weights[:, 0] = 0
+    return rank, terms, weights
+
+
+def add_case(device: torch.device, blocks: int, block_size: int) -> Case:
+    batches = [make_batch(device, blocks, block_size) for _ in range(SETS)]
+    turns, peer_turns = itertools.cycle(batches), itertools.cycle(batches)
     acc, peer_acc = new_accumulator(device), new_accumulator(device)
 
     def run() -> None:
-        ops.metric_add(acc, rank, terms, weights)
+        ops.metric_add(acc, *next(turns))
 
     def peer() -> None:
-        metric_add_naive(peer_acc, rank, terms, weights)
+        metric_add_naive(peer_acc, *next(peer_turns))
 
     def check() -> None:
-        run()
-        peer()
-        assert torch.equal(acc, peer_acc)
+        for _ in batches:
+            run()
+            peer()
+            assert torch.equal(acc, peer_acc)
 
     # Ranks, four terms and the weight of each slot.
     return Case(
@@ -74,5 +87,44 @@ def publish_case(device: torch.device) -> Case:
     )
 
 
+def step_case(device: torch.device, blocks: int, block_size: int) -> Case:
+    """What metrics add to a step of the training stream, with all that delivers them."""
+    turns = itertools.cycle([make_batch(device, blocks, block_size) for _ in range(SETS)])
+    stream, steps, peer_acc = MetricStream(device), itertools.count(), new_accumulator(device)
+
+    def run() -> None:
+        ops.metric_add(stream.acc, *next(turns))
+        stream.publish(next(steps))
+
+    def peer() -> list[int]:
+        metric_add_naive(peer_acc, *next(turns))
+        words = peer_acc.tolist()
+        peer_acc.zero_()
+        return words
+
+    def check() -> None:
+        batch = make_batch(device, blocks, block_size)
+        ops.metric_add(stream.acc, *batch)
+        stream.publish(next(steps))
+        metric_add_naive(peer_acc, *batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        assert stream.drain()[-1][1] == peer_acc.tolist()
+        peer_acc.zero_()
+
+    return Case(
+        op="metrics",
+        shape=f"A{blocks} K{block_size} add + publish",
+        run=run,
+        peer=peer,
+        peer_name="naive torch + tolist",
+        check=check,
+    )
+
+
 def cases(device: torch.device) -> list[Case]:
-    return [*(add_case(device, *shape) for shape in SHAPES), publish_case(device)]
+    return [
+        *(add_case(device, *shape) for shape in SHAPES),
+        publish_case(device),
+        *(step_case(device, *shape) for shape in SHAPES),
+    ]

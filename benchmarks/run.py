@@ -6,16 +6,19 @@ python -m benchmarks.run [--only NAME] [--device cpu|cuda:0] [--json OUT]
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
+import importlib.metadata
 import json
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
 import dflash_ext
-from benchmarks import time_both
+from benchmarks import median_seconds
 
 
 def names() -> list[str]:
@@ -29,12 +32,36 @@ def processor() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def machine_line(device: torch.device) -> str:
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-    else:
-        where = f"{processor()}, {torch.get_num_threads()} threads"
-    return f"{where}, torch {torch.__version__}, dflash_ext {dflash_ext.__version__}"
+def output_of(*command: str) -> str | None:
+    """What a program prints, if it is there and succeeds."""
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def facts(device: torch.device) -> dict[str, str | None]:
+    """What a result depends on: the machine, the versions, the commit, the day."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    found = {
+        "torch": torch.__version__,
+        "triton": triton,
+        "dflash_ext": dflash_ext.__version__,
+        "commit": output_of("git", "rev-parse", "--short=12", "HEAD"),
+        "date": datetime.date.today().isoformat(),
+    }
+    if device.type == "cpu":
+        return {"machine": f"{processor()}, {torch.get_num_threads()} threads", **found}
+    query = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+    driver = (output_of(*query) or "").splitlines()
+    gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
+    return {"machine": gpus, "driver": driver[0] if driver else None, **found}
 
 
 def main() -> int:
@@ -44,18 +71,25 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the results here")
     arguments = parser.parse_args()
     device: torch.device = arguments.device
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
 
-    machine = machine_line(device)
-    print(f"# {machine}")
-    print(f"{'op':15} {'shape':38} {'us':>10} {'rate':>13} {'vs peer':>8}  peer (us)")
+    conditions = facts(device)
+    print("# " + ", ".join(f"{key} {value}" for key, value in conditions.items() if value))
+    print(
+        f"{'op':15} {'shape':38} {'us':>10} {'rate':>13} {'of peak':>8} {'vs peer':>8}  peer (us)"
+    )
     results = []
     for name in [arguments.only] if arguments.only else names():
         for case in importlib.import_module(f"benchmarks.bench_{name}").cases(device):
             case.check()
-            mine, peer = time_both(case, device)
+            mine, peer = median_seconds((case.run, case.peer), device)
+            share = case.share(mine)
             print(
                 f"{case.op:15} {case.shape:38} {mine * 1e6:10.1f} {case.rate(mine):>13} "
-                f"{peer / mine:7.2f}x  {case.peer_name} ({peer * 1e6:.1f})",
+                f"{f'{share:.1%}' if share else '-':>8} {peer / mine:7.2f}x  "
+                f"{case.peer_name} ({peer * 1e6:.1f})",
                 flush=True,
             )
             results.append(
@@ -68,10 +102,12 @@ def main() -> int:
                     "speedup": peer / mine,
                     "bytes_moved": case.bytes_moved,
                     "flops": case.flops,
+                    "ceiling": case.ceiling,
+                    "share_of_ceiling": share,
                 }
             )
     if arguments.json:
-        report = {"machine": machine, "results": results}
+        report = {"conditions": conditions, "results": results}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 

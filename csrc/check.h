@@ -6,6 +6,13 @@
 #define CHECK_CPU(x) \
   TORCH_CHECK((x).device().is_cpu(), #x ": found a tensor on ", (x).device(), ", want cpu")
 
+#define CHECK_CUDA(x) \
+  TORCH_CHECK((x).device().is_cuda(), #x ": found a tensor on ", (x).device(), ", want cuda")
+
+#define CHECK_SAME_DEVICE(x, y)                                                                 \
+  TORCH_CHECK((x).device() == (y).device(), #x ": found a tensor on ", (x).device(), ", want ", \
+              (y).device(), " like " #y)
+
 #define CHECK_DTYPE(x, dtype) \
   TORCH_CHECK((x).scalar_type() == (dtype), #x ": found ", (x).scalar_type(), ", want ", (dtype))
 

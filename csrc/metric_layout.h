@@ -6,6 +6,7 @@
 namespace dflash {
 
 constexpr int64_t kMaxBlock = 32;
+constexpr int64_t kMetricTerms = 4;  // loss, ce, kl, cap
 
 enum MetricWord : int64_t {
   kLossSum,

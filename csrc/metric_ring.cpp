@@ -1,6 +1,8 @@
 #include "metric_ring.h"
 
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 namespace dflash {
 
@@ -15,14 +17,23 @@ constexpr auto kRelease = std::memory_order_release;
 constexpr auto kAcquire = std::memory_order_acquire;
 #endif
 
+std::shared_ptr<MetricRing::Word[]> host_memory(int64_t slots, int64_t words) {
+  if (slots < 2 || words < 1) return nullptr;  // the constructor refuses
+  return std::shared_ptr<MetricRing::Word[]>(
+      new MetricRing::Word[MetricRing::memory_words(slots, words)]());
+}
+
 }  // namespace
 
-MetricRing::MetricRing(int64_t slots, int64_t words) : slots_(slots), words_(words) {
+MetricRing::MetricRing(int64_t slots, int64_t words)
+    : MetricRing(slots, words, host_memory(slots, words)) {}
+
+MetricRing::MetricRing(int64_t slots, int64_t words, std::shared_ptr<Word[]> memory)
+    : slots_(slots), words_(words), memory_(std::move(memory)) {
   if (slots < 2 || words < 1) {
     throw std::invalid_argument("MetricRing: want slots >= 2 and words >= 1, found " +
                                 std::to_string(slots) + " and " + std::to_string(words));
   }
-  memory_ = std::make_unique<Word[]>(slots * (words + 1));
 }
 
 void MetricRing::push(const int64_t* record) {

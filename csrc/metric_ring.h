@@ -5,6 +5,9 @@
 // loaded with acquire, which orders them with the sequence word without fences (the thread
 // sanitizer does not model fences): a reader that saw one word of a newer record also sees that
 // record's odd sequence word, and discards what it copied.
+//
+// The publisher is push, or a GPU that writes the same words in the same order to pinned memory
+// (cuda/metric_copy.cuh); the reader makes no CUDA call in either case.
 #pragma once
 
 #include <atomic>
@@ -15,8 +18,16 @@ namespace dflash {
 
 class MetricRing {
  public:
-  // Throws std::invalid_argument unless slots >= 2 and words >= 1.
+  using Word = std::atomic<int64_t>;
+
+  // Both throw std::invalid_argument unless slots >= 2 and words >= 1.
   MetricRing(int64_t slots, int64_t words);
+
+  // In memory_words(slots, words) zeros that another publisher writes: slots of a sequence word and
+  // the payload, then the number of records that the publisher had to drop.
+  MetricRing(int64_t slots, int64_t words, std::shared_ptr<Word[]> memory);
+
+  static int64_t memory_words(int64_t slots, int64_t words) { return slots * (words + 1) + 1; }
 
   // Publishes record[words]; one thread.
   void push(const int64_t* record);
@@ -25,19 +36,20 @@ class MetricRing {
   // Records that were overwritten in the meantime are skipped and counted. One thread.
   bool pop(int64_t* record);
 
-  // Records skipped by pop so far; any thread.
-  int64_t dropped() const { return dropped_.load(std::memory_order_relaxed); }
+  // Records skipped by pop or dropped by the publisher so far; any thread.
+  int64_t dropped() const {
+    return dropped_.load(std::memory_order_relaxed) +
+           memory_[slots_ * (words_ + 1)].load(std::memory_order_relaxed);
+  }
   int64_t words() const { return words_; }
 
  private:
-  using Word = std::atomic<int64_t>;
-
   // A slot is its sequence word followed by the payload.
   Word* slot(int64_t n) { return &memory_[(n % slots_) * (words_ + 1)]; }
 
   const int64_t slots_;
   const int64_t words_;
-  std::unique_ptr<Word[]> memory_;
+  const std::shared_ptr<Word[]> memory_;
   int64_t next_push_ = 0;  // the publisher's
   int64_t next_pop_ = 0;   // the reader's
   std::atomic<int64_t> dropped_{0};

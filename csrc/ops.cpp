@@ -3,6 +3,9 @@
 #include <torch/library.h>
 
 #include "metric_ring.h"
+#ifdef DFLASH_WITH_CUDA
+#include "cuda/metric_copier.h"
+#endif
 
 TORCH_LIBRARY(dflash_ext, m) {
   m.def(
@@ -115,14 +118,28 @@ PYBIND11_MODULE(_C, m) {
   m.attr("with_cuda") = false;
 #endif
 
-  py::class_<dflash::MetricRing>(m, "MetricRing",
-                                 "Records of int64 words from one publisher to one reader thread, "
-                                 "without a lock: the publisher never waits, a reader that is "
-                                 "overrun counts what it missed.")
+  py::class_<dflash::MetricRing, std::shared_ptr<dflash::MetricRing>>(
+      m, "MetricRing",
+      "Records of int64 words from one publisher to one reader thread, without a lock: the "
+      "publisher never waits, a reader that is overrun counts what it missed.")
       .def(py::init<int64_t, int64_t>(), py::arg("slots"), py::arg("words"))
       .def("push", &push, py::arg("record"), py::call_guard<py::gil_scoped_release>(),
            "Publishes int64[words]; one thread only.")
       .def("pop", &pop, "The oldest record not read yet as a list, or None; one thread only.")
       .def_property_readonly("dropped", &dflash::MetricRing::dropped,
                              "Records overwritten before they were read, as far as pop saw.");
+
+#ifdef DFLASH_WITH_CUDA
+  py::class_<dflash::MetricCopier>(
+      m, "MetricCopier",
+      "Copies the rows of a GPU's staging tensor into a ring, on a stream of its own.")
+      .def(py::init<at::Tensor, int64_t>(), py::arg("staging"), py::arg("slots"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("copy", &dflash::MetricCopier::copy, py::arg("step"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Sends off the row of this step once the current stream has filled it, without a wait; "
+           "one thread, ascending steps. A row overwritten before that is dropped and counted.")
+      .def_property_readonly("ring", &dflash::MetricCopier::ring, "Where the records arrive.")
+      .def_property_readonly("stream", &dflash::MetricCopier::stream, "The CUDA stream's handle.");
+#endif
 }

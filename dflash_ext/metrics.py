@@ -27,7 +27,9 @@ class MetricStream:
 
     The drafter thread adds to ``acc`` and calls ``publish``; the monitor thread calls ``drain``.
     Neither ever waits for the other: if the monitor falls behind by more than the ring holds, the
-    oldest records are lost, and counted.
+    oldest records are lost, and counted. On a GPU a stream of its own copies each staged row to the
+    ring, in pinned memory, and ``drain`` makes no CUDA call; a row that the training stream
+    overwrites before it was copied is lost, and counted, likewise.
 
     Attributes:
         acc: int64 ``[NUM_WORDS]`` accumulators on the drafter's device (``ops.metric_add``).
@@ -38,23 +40,38 @@ class MetricStream:
         self._staging = torch.zeros(STAGING_ROWS, NUM_WORDS + 1, dtype=torch.int64, device=device)
         self._step = torch.zeros((), dtype=torch.int64, device=device)
         self._next_step = 0
-        self._ring = _C.MetricRing(RING_SLOTS, NUM_WORDS + 1)
+        if self.acc.is_cuda:
+            self._copier = _C.MetricCopier(self._staging, RING_SLOTS)
+            self._ring = self._copier.ring
+        else:
+            self._ring = _C.MetricRing(RING_SLOTS, NUM_WORDS + 1)
 
     def count(self, name: str, value: int | torch.Tensor) -> None:
         """Adds a number, or a 0-d integer tensor of the device, to the counter ``name``."""
         self.acc[WORD[name]].add_(value)
 
     def publish(self, step: int) -> None:
-        """Sends off what ``acc`` holds as the record of optimizer step ``step``; zeroes ``acc``."""
+        """Sends off what ``acc`` holds as the record of optimizer step ``step``; zeroes ``acc``.
+
+        Steps ascend. While the current stream is captured into a CUDA graph, only the part that a
+        graph can replay is done, for consecutive steps from the next one on: call ``hand_over``
+        after each replay.
+        """
+        if self.acc.is_cuda and torch.cuda.is_current_stream_capturing():
+            ops.metric_publish(self.acc, self._staging, self._step)
+            return
         if step != self._next_step:
             self._step.fill_(step)
-        self._next_step = step + 1
         ops.metric_publish(self.acc, self._staging, self._step)
-        self._hand_over(self._staging[step % STAGING_ROWS])
+        self.hand_over(step)
 
-    def _hand_over(self, row: torch.Tensor) -> None:
-        """Staged row -> ring. A GPU's metric stream will wait, copy and signal in here."""
-        self._ring.push(row)
+    def hand_over(self, step: int) -> None:
+        """Sends off the record of ``step``, which a replayed graph has just published."""
+        self._next_step = step + 1
+        if self.acc.is_cuda:
+            self._copier.copy(step)
+        else:
+            self._ring.push(self._staging[step % STAGING_ROWS])
 
     def drain(self) -> list[tuple[int, list[int]]]:
         """All new records, oldest first: (optimizer step, ``NUM_WORDS`` words)."""

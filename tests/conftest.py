@@ -28,6 +28,18 @@ def seeds() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
 @pytest.fixture
 def nan_poison() -> Iterator[None]:
     """Fresh memory (torch.empty, also in C++) is NaN, or the largest integer."""

@@ -24,10 +24,16 @@ def make_batch(blocks, block_size, seed=0):
     return rank, terms, weights
 
 
-def add(rank, terms, weights):
-    acc = new_accumulator()
-    ops.metric_add(acc, rank, terms, weights)
-    return acc
+@pytest.fixture
+def add(device):
+    """metric_add on the device, of tensors of the host, to a new accumulator."""
+
+    def add(rank, terms, weights):
+        acc = new_accumulator(device)
+        ops.metric_add(acc, *(x.to(device) for x in (rank, terms, weights)))
+        return acc.cpu()
+
+    return add
 
 
 def words(acc):
@@ -36,10 +42,10 @@ def words(acc):
 
 @pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize(
-    ("blocks", "block_size"), [(0, 16), (1, 1), (1, 2), (33, 16), (7, 5), (129, 32)]
+    ("blocks", "block_size"), [(0, 16), (1, 1), (1, 2), (33, 16), (7, 5), (129, 32), (3000, 16)]
 )
-def test_equals_naive_bit_for_bit(blocks, block_size, measured):
-    mine, naive = new_accumulator(), new_accumulator()
+def test_equals_naive_bit_for_bit(blocks, block_size, measured, device):
+    mine, naive = new_accumulator(device), new_accumulator()
     for seed in range(3):
         rank, terms, weights = make_batch(blocks, block_size, seed)
         if blocks > 2:
@@ -47,9 +53,9 @@ def test_equals_naive_bit_for_bit(blocks, block_size, measured):
             terms[2, 1, 3] = INF
             weights[1:3, 1:] = 0.5
         seen = rank if measured else UNMEASURED
-        ops.metric_add(mine, seen, terms, weights)
+        ops.metric_add(mine, *(x.to(device) for x in (seen, terms, weights)))
         metric_add_naive(naive, seen, terms, weights)
-    assert torch.equal(mine, naive)
+    assert torch.equal(mine.cpu(), naive)
     assert mine[WORD["batches"]] == 3
 
 
@@ -67,7 +73,7 @@ def test_layout_is_the_one_of_the_header():
     assert names == [*expected, "NumWords"]
 
 
-def test_values_of_a_small_batch():
+def test_values_of_a_small_batch(add):
     rank = torch.tensor([[9, 0, 0, 3, 0], [9, 5, 0, 0, 0], [0, 0, 0, 0, 0]])
     weights = torch.tensor([[0, 1.0, 0.5, 0.25, 0.125], [0, 1.0, 1.0, 0, 1.0], [0.0] * 5])
     terms = torch.zeros(3, 5, 4)
@@ -88,7 +94,7 @@ def test_values_of_a_small_batch():
     assert (got["nonfinite_steps"], got["tokens"]) == (0, 0)
 
 
-def test_slot_counters():
+def test_slot_counters(add):
     rank, terms, weights = make_batch(40, 16)
     acc = add(rank, terms, weights)
     supervised = weights > 0
@@ -99,7 +105,7 @@ def test_slot_counters():
     assert not acc[WORD["slot_n"] + 16 : WORD["slot_hit"]].any()
 
 
-def test_streak_by_hand():
+def test_streak_by_hand(add):
     rank, terms, weights = make_batch(200, 8)
     got = words(add(rank, terms, weights))
     for width in (1, 4, 8):
@@ -112,12 +118,12 @@ def test_streak_by_hand():
         assert got[f"streak{width}"] == total
 
 
-def test_supervised_slot_0_starts_the_streak():
+def test_supervised_slot_0_starts_the_streak(add):
     got = words(add(torch.tensor([[0, 0, 5]]), torch.zeros(1, 3, 4), torch.ones(1, 3)))
     assert (got["streak1"], got["streak8"], got["slots"]) == (2, 3, 3)
 
 
-def test_unmeasured_adds_the_loss_only():
+def test_unmeasured_adds_the_loss_only(add):
     rank, terms, weights = make_batch(33, 16)
     terms[3, 4, 2] = NAN
     weights[3] = 1
@@ -129,7 +135,7 @@ def test_unmeasured_adds_the_loss_only():
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30, -3e9])
 @pytest.mark.parametrize("term", range(4))
-def test_non_finite_slot_is_counted_and_not_added(value, term):
+def test_non_finite_slot_is_counted_and_not_added(value, term, add):
     rank, terms, weights = torch.zeros(1, 4).long(), torch.ones(1, 4, 4), torch.ones(1, 4)
     terms[0, 2, term] = value
     got = words(add(rank, terms, weights))
@@ -138,7 +144,7 @@ def test_non_finite_slot_is_counted_and_not_added(value, term):
     assert (got["slots"], got["top1"], got["streak1"], got["blocks"]) == (3, 3, 2, 1)
 
 
-def test_non_finite_values_of_unsupervised_slots_do_not_count():
+def test_non_finite_values_of_unsupervised_slots_do_not_count(add):
     terms = torch.full((2, 3, 4), NAN)
     got = words(add(torch.zeros(2, 3).long(), terms, torch.zeros(2, 3)))
     assert got.pop("batches") == got.pop("measured_batches") == 1
@@ -146,23 +152,25 @@ def test_non_finite_values_of_unsupervised_slots_do_not_count():
 
 
 @pytest.mark.parametrize("weight", [NAN, -1.0])
-def test_weights_that_are_not_positive_are_not_supervised(weight):
+def test_weights_that_are_not_positive_are_not_supervised(weight, add):
     got = words(add(torch.zeros(1, 2).long(), torch.ones(1, 2, 4), torch.full((1, 2), weight)))
     assert got["slots"] == got["nonfinite_values"] == got["loss_weight"] == 0
 
 
-def test_infinite_weight_is_non_finite():
+def test_infinite_weight_is_non_finite(add):
     got = words(add(torch.zeros(1, 2).long(), torch.ones(1, 2, 4), torch.full((1, 2), INF)))
     assert (got["slots"], got["nonfinite_values"]) == (0, 8)
 
 
-def test_strided_inputs():
+def test_strided_inputs(add, device):
     rank, terms, weights = make_batch(10, 16)
     expected = add(rank[:, :8].clone(), terms[:, :8].clone(), weights[:, :8].clone())
-    assert torch.equal(add(rank[:, :8], terms[:, :8], weights[:, :8]), expected)
+    acc = new_accumulator(device)
+    ops.metric_add(acc, *(x.to(device)[:, :8] for x in (rank, terms, weights)))
+    assert torch.equal(acc.cpu(), expected)
 
 
-def test_any_order_gives_the_same_bits():
+def test_any_order_gives_the_same_bits(add):
     rank, terms, weights = make_batch(300, 16)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
     permuted = add(rank[order], terms[order], weights[order])
@@ -195,7 +203,8 @@ def test_rejects(change, message):
 
 @pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize("blocks", [0, 1, 5])
-def test_opcheck(blocks, measured):
+def test_opcheck(blocks, measured, device):
     rank, terms, weights = make_batch(blocks, 7)
-    arguments = (new_accumulator(), rank if measured else UNMEASURED, terms, weights)
+    inputs = (rank if measured else UNMEASURED, terms, weights)
+    arguments = (new_accumulator(device), *(x.to(device) for x in inputs))
     torch.library.opcheck(torch.ops.dflash_ext.metric_add.default, arguments)

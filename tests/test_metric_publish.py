@@ -7,15 +7,18 @@ from dflash_ext.ops.metric_publish.naive import metric_publish_naive
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("start", [0, 4, 10**12])
-def test_equals_naive(rows, start):
-    state = [
-        (torch.zeros(7, dtype=torch.int64), torch.zeros(rows, 8, dtype=torch.int64), start + 0)
+def test_equals_naive(rows, start, device):
+    mine, naive = [
+        (
+            torch.zeros(7, dtype=torch.int64, device=device),
+            torch.zeros(rows, 8, dtype=torch.int64, device=device),
+            torch.tensor(start, device=device),
+        )
         for _ in range(2)
     ]
-    mine, naive = [(acc, staging, torch.tensor(step)) for acc, staging, step in state]
     for i in range(7):
         for acc, _, _ in (mine, naive):
-            acc += torch.arange(7) * (i + 1) - 3
+            acc += torch.arange(7, device=device) * (i + 1) - 3
         ops.metric_publish(*mine)
         metric_publish_naive(*naive)
         assert all(torch.equal(a, b) for a, b in zip(mine, naive, strict=True))
@@ -42,10 +45,10 @@ def test_rejects(acc, staging, step, message):
     assert message in str(error.value)
 
 
-def test_opcheck():
+def test_opcheck(device):
     arguments = (
-        torch.arange(7),
-        torch.zeros(3, 8, dtype=torch.int64),
-        torch.tensor(4),
+        torch.arange(7, device=device),
+        torch.zeros(3, 8, dtype=torch.int64, device=device),
+        torch.tensor(4, device=device),
     )
     torch.library.opcheck(torch.ops.dflash_ext.metric_publish.default, arguments)

@@ -8,32 +8,33 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 DIRTY = 7.0
 
 
-def make_layers(num_layers, batch, length, width, dtype=torch.float32):
+def make_layers(num_layers, batch, length, width, dtype=torch.float32, device="cpu"):
     generator = torch.Generator().manual_seed(batch * 100 + length)
     return [
-        torch.randn(batch, length, width, generator=generator).to(dtype) for _ in range(num_layers)
+        torch.randn(batch, length, width, generator=generator).to(dtype).to(device)
+        for _ in range(num_layers)
     ]
 
 
-def make_index(capacity, n_rows, sources):
+def make_index(capacity, n_rows, sources, device="cpu"):
     """Random source rows with holes; rows after n_rows are never read, so they hold nonsense."""
     generator = torch.Generator().manual_seed(capacity)
     index = torch.randint(-1, max(sources, 0), (capacity,), generator=generator)
     index[n_rows:] = 10**12
-    return index
+    return index.to(device)
 
 
-def make_slot(num_layers, capacity, width, dtype, layout):
+def make_slot(num_layers, capacity, width, dtype, layout, device="cpu"):
     shape = (num_layers, capacity, width) if layout == "split" else (capacity, num_layers * width)
-    return torch.full(shape, DIRTY, dtype=dtype)
+    return torch.full(shape, DIRTY, dtype=dtype, device=device)
 
 
 def run_both(layers, index, out, n_rows, high_water, first_layer=0):
     """(out, high_water) of the op and of the naive one."""
     results = []
     for function in (ops.pack_hidden, pack_hidden_naive):
-        slot, mark = out.clone(), torch.tensor(high_water)
-        n = torch.tensor(n_rows)
+        slot, mark = out.clone(), torch.tensor(high_water, device=out.device)
+        n = torch.tensor(n_rows, device=out.device)
         function(layers, index, slot, n_rows=n, high_water=mark, first_layer=first_layer)
         results.append((slot, mark))
     return results
@@ -45,10 +46,10 @@ def run_both(layers, index, out, n_rows, high_water, first_layer=0):
     ("capacity", "n_rows", "high_water"),
     [(1, 1, 0), (37, 23, 37), (37, 23, 31), (37, 23, 5), (37, 37, 37), (64, 0, 64), (0, 0, 0)],
 )
-def test_equals_naive(layout, dtype, capacity, n_rows, high_water):
-    layers = make_layers(3, 4, 9, 13, dtype)
-    index = make_index(capacity, n_rows, 36)
-    out = make_slot(3, capacity, 13, dtype, layout)
+def test_equals_naive(layout, dtype, capacity, n_rows, high_water, device):
+    layers = make_layers(3, 4, 9, 13, dtype, device)
+    index = make_index(capacity, n_rows, 36, device)
+    out = make_slot(3, capacity, 13, dtype, layout, device)
     (mine, my_mark), (naive, naive_mark) = run_both(layers, index, out, n_rows, high_water)
     assert torch.equal(mine, naive)
     assert my_mark == naive_mark == n_rows
@@ -57,44 +58,64 @@ def test_equals_naive(layout, dtype, capacity, n_rows, high_water):
     assert (rows[max(n_rows, high_water) :] == DIRTY).all()
 
 
-def test_larger_than_a_thread_chunk():
-    layers = make_layers(2, 8, 200, 96)
-    index = make_index(1500, 1400, 1600)
-    (mine, _), (naive, _) = run_both(layers, index, make_slot(2, 1500, 96, None, "concat"), 1400, 0)
+@pytest.mark.parametrize("width", [1, 2, 4, 8, 24, 136, 1032])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_widths(dtype, width, device):
+    layers = make_layers(2, 3, 40, width, dtype, device)
+    index = make_index(150, 140, 120, device)
+    out = make_slot(2, 150, width, dtype, "concat", device)
+    (mine, _), (naive, _) = run_both(layers, index, out, 140, 150)
+    assert torch.equal(mine, naive)
+
+
+def test_larger_than_a_thread_chunk(device):
+    layers = make_layers(2, 8, 200, 96, device=device)
+    index = make_index(1500, 1400, 1600, device)
+    out = make_slot(2, 1500, 96, None, "concat", device)
+    (mine, _), (naive, _) = run_both(layers, index, out, 1400, 0)
     assert torch.equal(mine, naive)
 
 
 @pytest.mark.parametrize("layout", ["concat", "split"])
-def test_strided_layers_and_slot(layout):
-    big = make_layers(2, 4, 18, 26)
+def test_many_layers(layout, device):
+    layers = make_layers(37, 2, 5, 6, device=device)
+    index = make_index(12, 8, 10, device)
+    out = make_slot(39, 12, 6, None, layout, device)
+    (mine, mark), (naive, naive_mark) = run_both(layers, index, out, 8, 11, first_layer=2)
+    assert torch.equal(mine, naive)
+    assert mark == naive_mark
+
+
+@pytest.mark.parametrize("layout", ["concat", "split"])
+def test_strided_layers_and_slot(layout, device):
+    big = make_layers(2, 4, 18, 26, device=device)
     layers = [big[0][1:4, ::2, 3:16], big[1].transpose(0, 1)[:9, :3, :13].transpose(0, 1)]
     assert [layer.shape for layer in layers] == [(3, 9, 13)] * 2
-    index = make_index(21, 20, 27)
-    wide = torch.full((3, 21, 60), DIRTY)
+    index = make_index(21, 20, 27, device)
+    wide = torch.full((3, 21, 60), DIRTY, device=device)
     out = wide[:2, :, 5:18] if layout == "split" else wide[1, :, 4:30]
-    pack = torch.tensor(20), torch.tensor(21)
-    ops.pack_hidden(layers, index, out, n_rows=pack[0], high_water=pack[1])
+    n_rows, mark = torch.tensor(20, device=device), torch.tensor(21, device=device)
+    ops.pack_hidden(layers, index, out, n_rows=n_rows, high_water=mark)
     contiguous = [layer.contiguous() for layer in layers]
-    expected = make_slot(2, 21, 13, None, layout)
-    pack_hidden_naive(
-        contiguous, index, expected, n_rows=torch.tensor(20), high_water=torch.tensor(21)
-    )
+    expected = make_slot(2, 21, 13, None, layout, device)
+    mark.fill_(21)
+    pack_hidden_naive(contiguous, index, expected, n_rows=n_rows, high_water=mark)
     assert torch.equal(out, expected)
     assert (wide != DIRTY).sum() <= out.numel()
 
 
-def test_expanded_layer():
-    layers = [torch.randn(1, 1, 5).expand(3, 4, 5)]
-    index = torch.arange(12)
-    (mine, _), (naive, _) = run_both(layers, index, torch.zeros(12, 5), 12, 0)
+def test_expanded_layer(device):
+    layers = [torch.randn(1, 1, 5, device=device).expand(3, 4, 5)]
+    index = torch.arange(12, device=device)
+    (mine, _), (naive, _) = run_both(layers, index, torch.zeros(12, 5, device=device), 12, 0)
     assert torch.equal(mine, naive)
 
 
-def test_a_call_per_layer_equals_one_call():
-    layers = make_layers(3, 2, 8, 5)
-    index = make_index(16, 6, 16)
-    whole, parts = make_slot(3, 16, 5, None, "concat"), make_slot(3, 16, 5, None, "concat")
-    n, mark_whole, mark_parts = torch.tensor(6), torch.tensor(16), torch.tensor(16)
+def test_a_call_per_layer_equals_one_call(device):
+    layers = make_layers(3, 2, 8, 5, device=device)
+    index = make_index(16, 6, 16, device)
+    whole, parts = (make_slot(3, 16, 5, None, "concat", device) for _ in range(2))
+    n, mark_whole, mark_parts = (torch.tensor(rows, device=device) for rows in (6, 16, 16))
     ops.pack_hidden(layers, index, whole, n_rows=n, high_water=mark_whole)
     for i, layer in enumerate(layers):
         ops.pack_hidden([layer], index, parts, n_rows=n, high_water=mark_parts, first_layer=i)
@@ -102,21 +123,22 @@ def test_a_call_per_layer_equals_one_call():
     assert torch.equal(whole, parts)
 
 
-def test_rows_of_an_abandoned_batch_are_cleared():
-    layers = make_layers(2, 2, 8, 5)
-    index = torch.arange(16)
-    out, mark = torch.zeros(16, 10), torch.tensor(0)
-    ops.pack_hidden(layers[:1], index, out, n_rows=torch.tensor(16), high_water=mark)
-    ops.pack_hidden(layers, index, out, n_rows=torch.tensor(3), high_water=mark)
+def test_rows_of_an_abandoned_batch_are_cleared(device):
+    layers = make_layers(2, 2, 8, 5, device=device)
+    index = torch.arange(16, device=device)
+    out = torch.zeros(16, 10, device=device)
+    mark, many, few = (torch.tensor(rows, device=device) for rows in (0, 16, 3))
+    ops.pack_hidden(layers[:1], index, out, n_rows=many, high_water=mark)
+    ops.pack_hidden(layers, index, out, n_rows=few, high_water=mark)
     assert (out[3:] == 0).all()
     assert mark == 3
 
 
-def test_keeps_nan_and_negative_zero_bits():
-    layer = torch.tensor([[[float("nan"), -0.0, float("inf")]]])
-    out = torch.zeros(1, 3)
-    mark = torch.tensor(0)
-    ops.pack_hidden([layer], torch.tensor([0]), out, n_rows=torch.tensor(1), high_water=mark)
+def test_keeps_nan_and_negative_zero_bits(device):
+    layer = torch.tensor([[[float("nan"), -0.0, float("inf")]]], device=device)
+    out = torch.zeros(1, 3, device=device)
+    index, n, mark = (torch.tensor(x, device=device) for x in ([0], 1, 0))
+    ops.pack_hidden([layer], index, out, n_rows=n, high_water=mark)
     assert torch.equal(out.view(torch.int32), layer[0].view(torch.int32))
 
 
@@ -162,9 +184,15 @@ def test_rejects(changes, message):
 
 @pytest.mark.parametrize("layout", ["concat", "split"])
 @pytest.mark.parametrize("n_rows", [0, 5])
-def test_opcheck(layout, n_rows):
+def test_opcheck(layout, n_rows, device):
+    layers, index = make_layers(2, 2, 3, 4, device=device), torch.arange(6, device=device)
+    out = make_slot(2, 6, 4, torch.float32, layout, device)
     torch.library.opcheck(
         torch.ops.dflash_ext.pack_hidden.default,
-        (make_layers(2, 2, 3, 4), torch.arange(6), make_slot(2, 6, 4, torch.float32, layout)),
-        {"n_rows": torch.tensor(n_rows), "high_water": torch.tensor(6), "first_layer": 0},
+        (layers, index, out),
+        {
+            "n_rows": torch.tensor(n_rows, device=device),
+            "high_water": torch.tensor(6, device=device),
+            "first_layer": 0,
+        },
     )

@@ -1,15 +1,11 @@
-#include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
 #include <cmath>
 
-#include "check.h"
-#include "metric_layout.h"
+#include "metrics.h"
 
 namespace dflash {
 namespace {
-
-constexpr int64_t kTerms = 4;  // loss, ce, kl, cap
 
 int64_t fixed_point(double value) { return std::llrint(value * kMetricScale); }
 
@@ -35,10 +31,10 @@ void add_block(int64_t* acc, const int64_t* rank, const float* terms, const floa
     if (!supervised[k]) continue;
     any = true;
     const double weight = weights[k];
-    double product[kTerms];
+    double product[kMetricTerms];
     int64_t bad = 0;
-    for (int64_t i = 0; i < kTerms; ++i) {
-      product[i] = weight * terms[k * kTerms + i];
+    for (int64_t i = 0; i < kMetricTerms; ++i) {
+      product[i] = weight * terms[k * kMetricTerms + i];
       // Written so that NaN is bad too.
       bad += !(std::abs(product[i]) < kMaxValue && weight < kMaxValue);
     }
@@ -66,24 +62,12 @@ void add_block(int64_t* acc, const int64_t* rank, const float* terms, const floa
 
 void metric_add_cpu(at::Tensor& acc, const at::Tensor& rank, const at::Tensor& terms,
                     const at::Tensor& weights) {
+  const bool measured = check_metric_add(acc, rank, terms, weights);
   CHECK_CPU(acc);
-  CHECK_DTYPE(acc, at::kLong);
-  CHECK_SHAPE(acc, kNumWords);
-  CHECK_CONTIGUOUS(acc);
-  CHECK_CPU(weights);
-  CHECK_DTYPE(weights, at::kFloat);
-  CHECK_DIM(weights, 2);
-  const int64_t blocks = weights.size(0), block_size = weights.size(1);
-  TORCH_CHECK(block_size >= 1 && block_size <= kMaxBlock, "weights: found blocks of ", block_size,
-              ", want 1 to ", kMaxBlock);
-  CHECK_CPU(terms);
-  CHECK_DTYPE(terms, at::kFloat);
-  CHECK_SHAPE(terms, blocks, block_size, kTerms);
   CHECK_CPU(rank);
-  CHECK_DTYPE(rank, at::kLong);
-  CHECK_DIM(rank, 2);
-  const bool measured = rank.size(1) > 0;
-  if (measured) CHECK_SHAPE(rank, blocks, block_size);
+  CHECK_CPU(terms);
+  CHECK_CPU(weights);
+  const int64_t blocks = weights.size(0), block_size = weights.size(1);
 
   const at::Tensor rank_c = rank.contiguous(), terms_c = terms.contiguous(),
                    weights_c = weights.contiguous();
@@ -92,7 +76,7 @@ void metric_add_cpu(at::Tensor& acc, const at::Tensor& rank, const at::Tensor& t
   for (int64_t a = 0; a < blocks; ++a) {
     const int64_t first = a * block_size;
     add_block(words, measured ? ranks + first : nullptr,
-              terms_c.const_data_ptr<float>() + first * kTerms,
+              terms_c.const_data_ptr<float>() + first * kMetricTerms,
               weights_c.const_data_ptr<float>() + first, block_size);
   }
   words[kBatches] += 1;

@@ -1,29 +1,18 @@
-#include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "check.h"
+#include "metrics.h"
 
 namespace dflash {
 namespace {
 
 void metric_publish_cpu(at::Tensor& acc, at::Tensor& staging, at::Tensor& step) {
+  check_metric_publish(acc, staging, step);
   CHECK_CPU(acc);
-  CHECK_DTYPE(acc, at::kLong);
-  CHECK_DIM(acc, 1);
-  CHECK_CONTIGUOUS(acc);
-  const int64_t words = acc.size(0);
   CHECK_CPU(staging);
-  CHECK_DTYPE(staging, at::kLong);
-  CHECK_DIM(staging, 2);
-  CHECK_CONTIGUOUS(staging);
-  const int64_t rows = staging.size(0);
-  TORCH_CHECK(rows >= 1, "staging: found no rows, want at least one");
-  CHECK_SHAPE(staging, rows, words + 1);
   CHECK_CPU(step);
-  CHECK_DTYPE(step, at::kLong);
-  CHECK_SHAPE(step);
+  const int64_t rows = staging.size(0), words = acc.size(0);
 
   int64_t* now = step.mutable_data_ptr<int64_t>();
   TORCH_CHECK(*now >= 0, "step: found ", *now, ", want >= 0");
