@@ -35,10 +35,10 @@ bool fits_tensor_map(const at::Tensor& x) {
 bool use_hopper(const at::Tensor& hidden, const at::Tensor& weight, int64_t k) {
   if (std::strstr(DFLASH_CUDA_ARCHS, "9.0a") == nullptr) return false;
   int major, minor;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor,
-                                        hidden.get_device()));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor,
-                                        hidden.get_device()));
+  C10_CUDA_CHECK(
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, hidden.get_device()));
+  C10_CUDA_CHECK(
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, hidden.get_device()));
   return major == 9 && minor == 0 && k <= sm90::kMaxK && hidden.scalar_type() != at::kFloat &&
          hidden.size(1) >= 8 && hidden.size(1) <= 1 << 20 && fits_tensor_map(hidden) &&
          fits_tensor_map(weight);
@@ -100,10 +100,17 @@ Outputs lm_head_topk_cuda(const at::Tensor& hidden, const at::Tensor& weight, in
     int multiprocessors;
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount,
                                           hidden.get_device()));
-    const sm90::HeadInputs inputs{
-        hidden.const_data_ptr(), weight.const_data_ptr(), hidden.stride(0), weight.stride(0),
-        num_rows, static_cast<int>(vocab), static_cast<int>(valid), static_cast<int>(width),
-        static_cast<int>(k), label, transform};
+    const sm90::HeadInputs inputs{hidden.const_data_ptr(),
+                                  weight.const_data_ptr(),
+                                  hidden.stride(0),
+                                  weight.stride(0),
+                                  num_rows,
+                                  static_cast<int>(vocab),
+                                  static_cast<int>(valid),
+                                  static_cast<int>(width),
+                                  static_cast<int>(k),
+                                  label,
+                                  transform};
     const at::Tensor scratch = at::empty({sm90::scratch_bytes(inputs, multiprocessors)},
                                          hidden.options().dtype(at::kByte));
     uint8_t* bytes = scratch.mutable_data_ptr<uint8_t>();
@@ -126,9 +133,13 @@ Outputs lm_head_topk_cuda(const at::Tensor& hidden, const at::Tensor& weight, in
     } else {
       at::mm_out(chunk, rows, head, at::kFloat);
     }
-    const RowParams params{chunk.const_data_ptr<float>(), label == nullptr ? nullptr : label + first,
-                           outputs_from(first), static_cast<int>(k), static_cast<int>(vocab),
-                           static_cast<int>(valid), transform};
+    const RowParams params{chunk.const_data_ptr<float>(),
+                           label == nullptr ? nullptr : label + first,
+                           outputs_from(first),
+                           static_cast<int>(k),
+                           static_cast<int>(vocab),
+                           static_cast<int>(valid),
+                           transform};
     C10_CUDA_CHECK(launch_topk_rows(params, count, stream));
   }
   return outputs;

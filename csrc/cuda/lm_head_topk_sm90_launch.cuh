@@ -24,8 +24,8 @@ __device__ __forceinline__ void copy_16(uint32_t target, const void* source, boo
                : "memory");
 }
 
-// label_logits[row] = transform(hidden[row] . weight[labels[row]]), by the same products in the same
-// order as head_kernel, so that it equals that kernel's logit bit for bit: the diagonal of
+// label_logits[row] = transform(hidden[row] . weight[labels[row]]), by the same products in the
+// same order as head_kernel, so that it equals that kernel's logit bit for bit: the diagonal of
 // hidden @ weight[labels]^T, 16 x 16 a block. A product has 64 rows; those after the 16 are of
 // whatever follows in shared memory, and not looked at.
 template <typename T>
@@ -42,9 +42,8 @@ __global__ void __launch_bounds__(kLabelThreads)
   const int chunk = threadIdx.x % 8, copy_row = threadIdx.x / 8;
   const int row_read = min(first_row + copy_row, p.num_rows - 1);
   const int64_t label = p.labels[row_read];
-  const T* sources[2] = {
-      hidden + row_read * hidden_stride,
-      weight + (label >= 0 && label < p.valid ? label : 0) * weight_stride};
+  const T* sources[2] = {hidden + row_read * hidden_stride,
+                         weight + (label >= 0 && label < p.valid ? label : 0) * weight_stride};
   const uint32_t place = copy_row * kTileK * 2 + (chunk ^ (copy_row & 7)) * 16;
   const auto copy_step = [&](int step) {
     const uint32_t stage = stages + step % kLabelStages * kLabelStageBytes;
@@ -179,7 +178,7 @@ __global__ void __launch_bounds__(128) merge_kernel(HeadParams p, int vocab, Top
 }
 
 struct HeadInputs {
-  const void *hidden, *weight;            // T[rows, width], T[vocab, width]
+  const void *hidden, *weight;           // T[rows, width], T[vocab, width]
   int64_t hidden_stride, weight_stride;  // multiples of 8
   int64_t num_rows;
   int vocab, valid, width, k;
@@ -187,12 +186,11 @@ struct HeadInputs {
   Transform transform;
 };
 
-// Rows of one launch: the scratch of more would not be bounded.
-constexpr int64_t kLaunchRows = 16384;
-
-inline HeadParams plan(const HeadInputs& in, int64_t first_row, int num_multiprocessors) {
+// Rows [first_row, first_row + num_rows) of the inputs.
+inline HeadParams plan(const HeadInputs& in, int64_t first_row, int64_t num_rows,
+                       int num_multiprocessors) {
   HeadParams p{};
-  p.num_rows = static_cast<int>(std::min(in.num_rows - first_row, kLaunchRows));
+  p.num_rows = static_cast<int>(num_rows);
   p.valid = in.valid;
   p.width = in.width;
   p.k = in.k;
@@ -202,16 +200,30 @@ inline HeadParams plan(const HeadInputs& in, int64_t first_row, int num_multipro
   return p;
 }
 
-// Scratch: keys, partial results, published logits (all zero at first), label logits.
+// Scratch: partial results, published logits and keys (all zero at first), label logits.
 inline int64_t zeroed_bytes(const HeadParams& p) {
   const int64_t parts = static_cast<int64_t>(p.num_rows) * p.schedule.slots;
   return parts * (p.k * 8 + static_cast<int64_t>(sizeof(Part))) +
          int64_t{4} * kPublished * p.num_rows;
 }
 
+// Rows of one launch, so that its scratch is bounded.
+inline int64_t launch_rows(const HeadInputs& in, int num_multiprocessors) {
+  constexpr int64_t kMostBytes = 56 << 20;
+  int64_t rows = std::min<int64_t>(in.num_rows, 16384);
+  while (rows > kPairRows && zeroed_bytes(plan(in, 0, rows, num_multiprocessors)) > kMostBytes) {
+    rows = (rows / 2 + kPairRows - 1) / kPairRows * kPairRows;
+  }
+  return rows;
+}
+
 inline int64_t scratch_bytes(const HeadInputs& in, int num_multiprocessors) {
-  const HeadParams p = plan(in, 0, num_multiprocessors);
-  return zeroed_bytes(p) + int64_t{4} * p.num_rows;
+  const int64_t rows = launch_rows(in, num_multiprocessors);
+  // A last launch of fewer rows has more strips of each.
+  const int64_t last = (in.num_rows - 1) % rows + 1;
+  return std::max(zeroed_bytes(plan(in, 0, rows, num_multiprocessors)),
+                  zeroed_bytes(plan(in, 0, last, num_multiprocessors))) +
+         4 * rows;
 }
 
 template <typename T>
@@ -250,12 +262,13 @@ cudaError_t launch_head(const HeadInputs& in, const TopkOutputs& outputs, uint8_
   error = cudaFuncSetAttribute(head_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                head_shared);
   if (error != cudaSuccess) return error;
-  error = cudaFuncSetAttribute(label_logits_kernel<T>,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kLabelShared);
+  error = cudaFuncSetAttribute(label_logits_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kLabelShared);
   if (error != cudaSuccess) return error;
 
-  for (int64_t first = 0; first < in.num_rows; first += kLaunchRows) {
-    HeadParams p = plan(in, first, num_multiprocessors);
+  const int64_t rows = launch_rows(in, num_multiprocessors);
+  for (int64_t first = 0; first < in.num_rows; first += rows) {
+    HeadParams p = plan(in, first, std::min(rows, in.num_rows - first), num_multiprocessors);
     if (p.schedule.slots > 32 * kMergeSlots) return cudaErrorInvalidConfiguration;
     const int64_t parts = static_cast<int64_t>(p.num_rows) * p.schedule.slots;
     p.parts = reinterpret_cast<Part*>(scratch);
@@ -274,13 +287,13 @@ cudaError_t launch_head(const HeadInputs& in, const TopkOutputs& outputs, uint8_
           hidden, in.hidden_stride, weight, in.weight_stride, p, label_logits);
     }
     CUresult result = CUDA_SUCCESS;
-    const CUtensorMap hidden_map = tensor_map<T>(encode, hidden, p.num_rows, in.width,
-                                                 in.hidden_stride, kTileRows, result);
-    const CUtensorMap weight_map = tensor_map<T>(encode, weight, in.valid, in.width,
-                                                 in.weight_stride, kTileIds / 2, result);
+    const CUtensorMap hidden_map =
+        tensor_map<T>(encode, hidden, p.num_rows, in.width, in.hidden_stride, kTileRows, result);
+    const CUtensorMap weight_map =
+        tensor_map<T>(encode, weight, in.valid, in.width, in.weight_stride, kTileIds / 2, result);
     if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
-    head_kernel<T><<<2 * p.schedule.clusters, kThreads, head_shared, stream>>>(hidden_map,
-                                                                             weight_map, p);
+    head_kernel<T>
+        <<<2 * p.schedule.clusters, kThreads, head_shared, stream>>>(hidden_map, weight_map, p);
     TopkOutputs out = outputs;
     out.values += first * in.k;
     out.indices += first * in.k;
