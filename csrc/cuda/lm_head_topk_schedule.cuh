@@ -10,7 +10,6 @@
 
 namespace dflash::sm90 {
 
-
 constexpr int kTileRows = 128;  // of a block, 64 of a multiplying warpgroup
 constexpr int kPairRows = 2 * kTileRows;
 constexpr int kTileIds = 256;
