@@ -23,6 +23,8 @@ constexpr int kMaxK = 32;
 constexpr int kSharedK = 16;  // up to here a list is in shared memory, beyond in global
 constexpr int kBuffer = 16;   // candidates of a row
 constexpr int kBufferPitch = kBuffer + 1;
+constexpr int kMostPairs = 8;   // of a group
+constexpr int kPaceSteps = 16;  // of K, between comparisons of progress
 constexpr int kPublished = 32;  // logits of a row that its strips publish, together
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -53,6 +55,7 @@ struct HeadParams {
   const int64_t* labels;      // [rows] or null
   const float* label_logits;  // [rows] or null
   uint32_t* published;        // [rows, kPublished] ordered bits, 0 at first
+  uint32_t* progress;         // [groups, strips, kMostPairs] see keep_pace(), 0 at first
   uint64_t* keys;             // [rows, slots, k], 0 at first
   Part* parts;                // [rows, slots], 0 at first
   Schedule schedule;
@@ -83,7 +86,6 @@ inline Group plan_group(int pairs, int clusters, int tiles) {
 
 inline Schedule plan_schedule(int num_rows, int valid, int width, int clusters) {
   constexpr int kPairsBytes = 22 << 20;  // of hidden states at a time; L2 has 50 MB and more
-  constexpr int kMostPairs = 8;
   Schedule schedule{};
   schedule.tiles = (valid + kTileIds - 1) / kTileIds;
   schedule.clusters = clusters;
@@ -102,8 +104,10 @@ inline Schedule plan_schedule(int num_rows, int valid, int width, int clusters) 
 }
 
 struct Strip {
-  int pair, begin, end;  // tiles
-  int slot;              // of its partial results
+  int group, pair, begin, end;  // tiles
+  int slot;                     // of its partial results
+  int walkers;                  // clusters with the same strip, each of another pair
+  int walker;                   // this one's number
 };
 
 // The strips of one cluster, in turn.
@@ -117,9 +121,13 @@ struct StripIterator {
       const Group& now = group < schedule.num_larger ? schedule.larger : schedule.smaller;
       const int extra = cluster - now.strips * now.pairs;
       bool last = true;
+      strip.group = group;
+      strip.walkers = 0;
       if (extra < 0) {
         strip.slot = cluster / now.pairs;
-        strip.pair = first_pair + cluster % now.pairs;
+        strip.walkers = now.pairs;
+        strip.walker = cluster % now.pairs;
+        strip.pair = first_pair + strip.walker;
         strip.begin = strip.slot * now.length;
         strip.end = min(strip.begin + now.length, schedule.tiles);
       } else {

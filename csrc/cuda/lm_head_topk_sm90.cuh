@@ -28,6 +28,23 @@ struct Ring {
   }
 };
 
+// The clusters that walk the same strip read the same ids, from L2 if they do so at about the same
+// time. So none begins an interval before all have begun the one before; but only for a while, as
+// nothing promises that all of them run at once.
+__device__ __forceinline__ void keep_pace(uint32_t* progress, const Strip& strip,
+                                          uint32_t interval) {
+  constexpr int kMostPolls = 40;
+  store_relaxed(progress + strip.walker, interval);
+  for (int poll = 0; poll < kMostPolls; ++poll) {
+    uint32_t slowest = interval;
+#pragma unroll
+    for (int i = 0; i < kMostPairs; ++i) {
+      if (i < strip.walkers) slowest = min(slowest, load_relaxed(progress + i));
+    }
+    if (slowest + 1 >= interval) return;
+  }
+}
+
 template <typename T>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     head_kernel(const __grid_constant__ CUtensorMap hidden,
@@ -61,10 +78,18 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
       Ring ring;
       while (strips.next(p.schedule, cluster, strip)) {
         const int row = strip.pair * kPairRows + rank * kTileRows;
+        const int strip_index = strip.group * p.schedule.smaller.strips + strip.slot;
+        uint32_t* progress = p.progress + static_cast<int64_t>(strip_index) * kMostPairs;
+        uint32_t interval = 0;
+        int steps_left = 0;
         for (int tile = strip.begin; tile < strip.end; ++tile) {
           const int id = tile * kTileIds + rank * (kTileIds / 2);
 #pragma unroll 1
           for (int step = 0; step < steps; ++step) {
+            if (rank == 0 && strip.walkers > 1 && --steps_left < 0) {
+              keep_pace(progress, strip, ++interval);
+              steps_left = kPaceSteps - 1;
+            }
             const uint32_t stage = stages + ring.stage * kStageBytes;
             const uint32_t barrier = full + 8 * ring.stage;
             wait(empty + 8 * ring.stage, ring.parity ^ 1);

@@ -200,11 +200,15 @@ inline HeadParams plan(const HeadInputs& in, int64_t first_row, int64_t num_rows
   return p;
 }
 
-// Scratch: partial results, published logits and keys (all zero at first), label logits.
+inline int64_t num_progress(const HeadParams& p) {
+  return static_cast<int64_t>(p.schedule.num_groups) * p.schedule.smaller.strips * kMostPairs;
+}
+
+// Scratch: partial results, published logits, progress, keys (all zero at first), label logits.
 inline int64_t zeroed_bytes(const HeadParams& p) {
   const int64_t parts = static_cast<int64_t>(p.num_rows) * p.schedule.slots;
   return parts * (p.k * 8 + static_cast<int64_t>(sizeof(Part))) +
-         int64_t{4} * kPublished * p.num_rows;
+         4 * (int64_t{kPublished} * p.num_rows + num_progress(p));
 }
 
 // Rows of one launch, so that its scratch is bounded.
@@ -273,7 +277,8 @@ cudaError_t launch_head(const HeadInputs& in, const TopkOutputs& outputs, uint8_
     const int64_t parts = static_cast<int64_t>(p.num_rows) * p.schedule.slots;
     p.parts = reinterpret_cast<Part*>(scratch);
     p.published = reinterpret_cast<uint32_t*>(p.parts + parts);  // 16-byte aligned
-    p.keys = reinterpret_cast<uint64_t*>(p.published + kPublished * p.num_rows);
+    p.progress = p.published + kPublished * p.num_rows;
+    p.keys = reinterpret_cast<uint64_t*>(p.progress + num_progress(p));
     float* label_logits = reinterpret_cast<float*>(p.keys + parts * p.k);
     p.label_logits = label_logits;
     error = cudaMemsetAsync(scratch, 0, zeroed_bytes(p), stream);

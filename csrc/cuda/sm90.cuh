@@ -82,6 +82,16 @@ __device__ __forceinline__ void copy_box_multicast(uint32_t target, const CUtens
       : "memory");
 }
 
+__device__ __forceinline__ void store_relaxed(uint32_t* target, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* source) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
