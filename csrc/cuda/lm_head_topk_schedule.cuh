@@ -24,7 +24,7 @@ constexpr int kSharedK = 16;  // up to here a list is in shared memory, beyond i
 constexpr int kBuffer = 16;   // candidates of a row
 constexpr int kBufferPitch = kBuffer + 1;
 constexpr int kMostPairs = 8;   // of a group
-constexpr int kPaceSteps = 16;  // of K, between comparisons of progress
+constexpr int kPaceSteps = 6;   // of K, between comparisons of progress
 constexpr int kPublished = 32;  // logits of a row that its strips publish, together
 constexpr float kLog2e = 1.4426950408889634f;
 
