@@ -45,8 +45,15 @@ __device__ __forceinline__ void keep_pace(uint32_t* progress, const Strip& strip
   }
 }
 
+// Other architectures know no clusters, and have no code for this kernel.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define DFLASH_CLUSTER_OF_2 __cluster_dims__(2)
+#else
+#define DFLASH_CLUSTER_OF_2
+#endif
+
 template <typename T>
-__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
+__global__ void DFLASH_CLUSTER_OF_2 __launch_bounds__(kThreads, 1)
     head_kernel(const __grid_constant__ CUtensorMap hidden,
                 const __grid_constant__ CUtensorMap weight, const __grid_constant__ HeadParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -203,5 +210,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   cluster_sync();
 #endif
 }
+
+#undef DFLASH_CLUSTER_OF_2
 
 }  // namespace dflash::sm90
