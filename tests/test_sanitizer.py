@@ -18,15 +18,16 @@ def tool(name: str) -> str:
     return found
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["small_shapes", "head_shapes"])
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    path = tmp_path_factory.mktemp("sanitizer") / "small_shapes"
-    source = ROOT / "tests" / "sanitizer" / "small_shapes.cu"
-    major, minor = torch.cuda.get_device_capability()
+    path = tmp_path_factory.mktemp("sanitizer") / request.param
+    source = ROOT / "tests" / "sanitizer" / f"{request.param}.cu"
+    capability = "".join(map(str, torch.cuda.get_device_capability()))
+    arch = capability + "a" * (capability == "90")  # the kernels of Hopper alone
     subprocess.run(
-        [tool("nvcc"), "-std=c++17", "-lineinfo", f"-arch=sm_{major}{minor}"]
+        [tool("nvcc"), "-std=c++17", "-lineinfo", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
         + [f"-I{ROOT / 'csrc'}", str(source), "-o", str(path)],
         check=True,
     )

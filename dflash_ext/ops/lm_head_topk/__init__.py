@@ -37,7 +37,12 @@ def lm_head_topk(
     Without labels the last two are empty. NaN counts as the largest value, as in torch.topk, and
     makes logsumexp NaN. Nothing here has a gradient, and at most a bounded chunk of logits exists.
 
-    Raises RuntimeError for shapes, dtypes, k or labels that do not fit.
+    Raises RuntimeError for shapes, dtypes or k that do not fit, and on the CPU for labels outside
+    [0, V); on a GPU, which nothing waits for, such a label has rank -1 and label_logit NaN.
+
+    On a GPU values, indices, rank and label_logit of a row do not depend on the other rows of the
+    batch if the Hopper kernel runs (16-bit inputs, k <= 32, rows of a multiple of 16 bytes);
+    logsumexp may differ in the last bits.
     """
     return torch.ops.dflash_ext.lm_head_topk.default(
         hidden.detach(),
