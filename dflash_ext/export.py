@@ -49,6 +49,7 @@ def write_export(
     fresh.mkdir()
     try:
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+        (fresh / WEIGHTS).chmod(0o644)  # servers often run as another user
         config = model.spec.to_hf_config(str(stored).removeprefix("torch."))
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for name in (WEIGHTS, CONFIG):

@@ -45,7 +45,6 @@ class Monitor:
         self.tokens_before = tokens_before
         self.finished = finished
         self.evals: dict[int, dict[str, float]] = {}
-        self.losses: list[float] = []
         self.tokens = tokens_before
         self.train_seconds = 0.0
         self._logged_step = -1
@@ -92,8 +91,6 @@ class Monitor:
 
     def _training_row(self, step: int, words: list[list[int]], marks: list[Mark]) -> dict[str, Any]:
         row: dict[str, Any] = summarise(merge_words(words), self.block_size)
-        if "loss" in row:
-            self.losses.append(row["loss"])
         assert self._last is not None
         last_time, last_tokens, last_busy, last_target_busy = self._last
         now = max(mark.time for mark in marks)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import queue
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -306,6 +308,18 @@ class Pipeline:
             f"memory   target {target_bytes * mib:.0f} MiB, slots {slots * mib:.0f} MiB, drafter "
             f"weights, gradients and optimizer {params * 16 * self.world * mib:.0f} MiB",
         ]
+
+    def describe_data(self) -> list[str]:
+        """What the model will see, with three examples; supervised text stands in [[ ]]."""
+        lines = [*self.data_report.lines(), f"{self.planner.padding_share():.1%} padding"]
+        for example in self.examples[:3]:
+            parts = []
+            cuts = [0, *np.flatnonzero(np.diff(example.loss_mask)) + 1, len(example)]
+            for start, end in itertools.pairwise(cuts):
+                text = self.tokenizer.decode(example.input_ids[start:end].tolist())
+                parts.append(f"[[{text}]]" if example.loss_mask[start] else text)
+            lines += ["", f"--- {example.source}", "".join(parts)]
+        return lines
 
     @property
     def done_steps(self) -> int:

@@ -18,7 +18,7 @@ from dflash_ext.acceptance import accept_len, prompt_lookup_lengths, text_end
 from dflash_ext.config import Config, UserError, parse_config, run_command, save_config
 from dflash_ext.data.conversations import prompt_and_answer
 from dflash_ext.export import write_export
-from dflash_ext.logger import RunLogger, print_summary, write_summary
+from dflash_ext.logger import RunLogger, print_summary, read_metrics, write_summary
 from dflash_ext.monitor import Monitor
 from dflash_ext.pipeline import Pipeline
 from dflash_ext.supervisor import RunFailed
@@ -26,13 +26,19 @@ from dflash_ext.supervisor import RunFailed
 
 def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
+    argv = sys.argv[1:] if argv is None else argv
     cfg, flags = parse_config(argv)
     run_dir = Path(cfg.log.dir) / cfg.log.name
+    saved = run_dir / "config.yaml"
+    if flags.resume and saved.exists() and not any(a.startswith("--config") for a in argv):
+        cfg, flags = parse_config(["--config", str(saved), *argv])
     if not (flags.plan or flags.check_data):
         _check_run_dir(run_dir, flags.resume)
+    print(f"loading  {cfg.model.target}", flush=True)
     pipeline = Pipeline(cfg, run_dir, resume=flags.resume)
     if flags.plan or flags.check_data:
-        print("\n".join(pipeline.describe()))
+        lines = pipeline.describe() if flags.plan else pipeline.describe_data()
+        print("\n".join([*lines, "nothing was trained"]))
         return 0
     run_dir.mkdir(parents=True, exist_ok=True)
     save_config(cfg, run_dir / "config.yaml")
@@ -66,6 +72,8 @@ def _check_run_dir(run_dir: Path, resume: bool) -> None:
 
 
 def _summary(pipeline: Pipeline, monitor: Monitor, seconds: float) -> dict[str, Any]:
+    rows = read_metrics(pipeline.run_dir / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if row.get("loss") is not None]
     lookup = []
     for example in pipeline.eval_examples:
         prompt, answer = (part.tolist() for part in prompt_and_answer(example))
@@ -76,8 +84,8 @@ def _summary(pipeline: Pipeline, monitor: Monitor, seconds: float) -> dict[str, 
         "tokens": monitor.tokens,
         "seconds": round(seconds, 1),
         "tokens_per_s": round((monitor.tokens - monitor.tokens_before) / monitor.train_seconds, 1),
-        "loss_first": monitor.losses[0] if monitor.losses else None,
-        "loss_last": monitor.losses[-1] if monitor.losses else None,
+        "loss_first": losses[0] if losses else None,
+        "loss_last": losses[-1] if losses else None,
         "accept_len_before": pipeline.accept_len_before,
         "accept_len_after": pipeline.accept_len_after,
         "accept_len_prompt_lookup": accept_len(lookup) if lookup else None,

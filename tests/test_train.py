@@ -19,6 +19,7 @@ from dflash_ext.logger import RunLogger
 from dflash_ext.target import Target
 
 STEPS = 6
+NAMES = ("whole", "parts")
 
 
 @pytest.fixture
@@ -68,9 +69,9 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Delivers SIGTERM to the run when drafter 0 has made `step` steps."""
     publish = DrafterTrainLoop._publish
 
-    def patched(self: DrafterTrainLoop, done: int) -> None:
-        publish(self, done)
-        if done == step and self.rank == 0:
+    def patched(self: DrafterTrainLoop, done: int, stopping: bool = False) -> None:
+        publish(self, done, stopping)
+        if done == step and self.rank == 0 and not stopping:
             os.kill(os.getpid(), signal.SIGTERM)
             while self.supervisor.signum is None:  # the handler runs in the main thread
                 time.sleep(0.01)
@@ -110,6 +111,10 @@ def test_resume_is_exact(run, tmp_path: Path, monkeypatch, drafters: str) -> Non
     assert not (tmp_path / "parts" / "export").exists()
     assert run("parts", *flags, "--resume") == 0
     assert_same(tmp_path / "whole", tmp_path / "parts")
+    batches = sum(row.get("batches", 0) for row in rows(tmp_path / "parts"))
+    assert batches == sum(row.get("batches", 0) for row in rows(tmp_path / "whole"))
+    first = [json.loads((tmp_path / n / "summary.json").read_text())["loss_first"] for n in NAMES]
+    assert first[0] == first[1]
     steps = [row["step"] for row in rows(tmp_path / "parts")]
     assert steps == sorted(set(steps)) and steps[-1] == STEPS
     whole, parts = rows(tmp_path / "whole")[-1], rows(tmp_path / "parts")[-1]
@@ -297,3 +302,19 @@ def test_steps_without_a_finite_gradient_are_skipped_counted_and_stop_the_run(
     assert "train.max_nonfinite_steps: found 6" in capsys.readouterr().err
     logged = rows(tmp_path / "a")
     assert logged[0]["nonfinite_steps"] == 2 and "loss" not in logged[0]
+
+
+def test_resume_takes_the_configuration_of_the_run(run, tmp_path: Path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        assert run("a", "--train.gamma=3") == 128 + signal.SIGTERM
+    flags = ["--log.dir", str(tmp_path), "--log.name", "a", "--resume"]
+    assert run_command(lambda: train.main(flags)) == 0
+    assert "gamma: 3" in (tmp_path / "a" / "config.yaml").read_text()
+
+
+def test_check_data_shows_what_is_supervised(run, tmp_path: Path, capsys) -> None:
+    assert run("a", "--check_data") == 0
+    out = capsys.readouterr().out
+    assert "[[Answer: 0 0 1 1 2 2 3 3 4 4.<|im_end|>]]" in out
+    assert not (tmp_path / "a").exists()

@@ -224,7 +224,7 @@ def _encode_row(
     messages = _checked_messages(row["messages"], place)
     if not any(message["role"] == "assistant" for message in messages):
         return None
-    return encode_chat(
+    ids, mask = encode_chat(
         tokenizer,
         messages,
         place=place,
@@ -232,6 +232,10 @@ def _encode_row(
         enable_thinking=cfg.enable_thinking,
         last_turn_only=cfg.last_turn_only,
     )
+    if row.get("finish") == "length":
+        # The answer was cut off: the template's end of turn is not a token of the target's.
+        mask[np.flatnonzero(mask)[-1:]] = 0
+    return ids, mask
 
 
 def _checked_messages(messages: object, place: str) -> list[Mapping[str, object]]:

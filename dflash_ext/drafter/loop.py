@@ -95,6 +95,7 @@ class DrafterTrainLoop:
                 self._maybe_save(step)
                 worker.at(f"step {step}")
                 if not self.supervisor.begin_step(step):
+                    self._publish(step, stopping=True)
                     break
                 self._train_step(step, worker)
                 self._publish(step + 1)
@@ -157,8 +158,10 @@ class DrafterTrainLoop:
         noise = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype)
         return hidden + self.cfg.train.noise_std * noise.to(hidden.device)
 
-    def _publish(self, done: int) -> None:
-        if done % self.cfg.log.every == 0 or done == self.steps.stop:
+    def _publish(self, done: int, stopping: bool = False) -> None:
+        """Sends off what was counted since the last row, also when a signal ends the run early."""
+        logged = done % self.cfg.log.every == 0 or done == self.steps.stop
+        if logged != stopping and done > self.steps.start:
             self.marks.append(Mark(done, self.tokens, self.busy_s, time.perf_counter()))
             self.stream.publish(done)
 
