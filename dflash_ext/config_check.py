@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_ext.config_values import UserError, shown
@@ -30,6 +31,9 @@ def validate(cfg: Config) -> None:
     _check_devices("topology.targets", cfg.topology.targets)
     _check_devices("topology.drafters", cfg.topology.drafters)
     train = cfg.train
+    name = cfg.log.name
+    if name != Path(name).name or name in (".", "..") or not name.isprintable() or not name.strip():
+        raise UserError(f"log.name: found {name!r}, want a plain folder name")
     if train.cuda_graph and "cpu" in cfg.topology.drafters:
         raise UserError("train.cuda_graph: found true with a drafter on cpu, want false")
     if train.ce_weight == train.kl_weight == train.cap_lambda == 0:

@@ -40,7 +40,9 @@ def parse(argv: Sequence[str]) -> tuple[Config, Flags]:
         parsed = _parser().parse_args([*config_args, *rest])
     except jsonargparse.ArgumentError as error:
         raise UserError(f"command line: {error}") from None
-    cfg = from_dict({name: vars(getattr(parsed, name)) for name in SECTIONS}, "command line")
+    # A section that is there but empty in the YAML arrives as None.
+    sections = {name: getattr(parsed, name) for name in SECTIONS}
+    cfg = from_dict({name: vars(s) for name, s in sections.items() if s}, "command line")
     cfg.data.train = [str(_find(name)) for name in cfg.data.train]
     cfg.data.eval = [str(_find(name)) for name in cfg.data.eval]
     validate(cfg)

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dflash_ext import acceptance
-from dflash_ext.config import DataConfig, UserError, run_command
+from dflash_ext.config import CommandParser, DataConfig, UserError, run_command
 from dflash_ext.data.assistant_mask import runs
 from dflash_ext.data.conversations import Example, load_examples, prompt_and_answer
 from dflash_ext.drafter import DFlashDraftModel, FrozenHead
@@ -229,7 +229,7 @@ def _figure(value: float | None) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m dflash_ext.evaluate",
         description="Acceptance length of a drafter on a target's greedy answers to real prompts.",
     )
@@ -290,8 +290,7 @@ def _write_json(path: Path, result: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code."""
-    args = _parser().parse_args(argv)
-    return run_command(lambda: _run(args))
+    return run_command(lambda: _run(_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dflash_ext.config import UserError, run_command
+from dflash_ext.config import CommandParser, UserError, run_command
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.drafter.spec import DrafterSpec
 
@@ -36,7 +36,7 @@ def write_export(
     RuntimeError if a tensor has a non-finite value.
     """
     folder = Path(folder).resolve()
-    _check_replaceable(folder)
+    check_replaceable(folder)
     stored = dtype or next(model.parameters()).dtype
     tensors = {
         name: tensor.detach().to("cpu", stored).contiguous()
@@ -135,13 +135,19 @@ def _probe(model: DFlashDraftModel, context: int = 20) -> Tensor:
     return model(noise(2, spec.block_size, spec.hidden_size), ctx_kv, torch.zeros_like(ends), ends)
 
 
-def _check_replaceable(folder: Path) -> None:
+def check_replaceable(folder: Path) -> None:
+    """Raises UserError if `folder` holds anything but an export."""
     if not folder.exists():
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
     if not names <= {CONFIG, WEIGHTS}:
         unknown = sorted(names - {CONFIG, WEIGHTS})[0]
         raise UserError(f"{folder}: found {unknown!r}, want a new folder or an older export")
+    if names:
+        try:
+            read_export(folder)
+        except UserError as error:
+            raise UserError(f"{folder}: want a new folder or an older export; {error}") from error
 
 
 def _swap_in(fresh: Path, folder: Path) -> None:
@@ -181,7 +187,7 @@ def load_run(run: Path, step: int | None) -> tuple[DFlashDraftModel, int]:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m dflash_ext.export", description="Write a run's drafter for serving."
     )
     parser.add_argument("--run", type=Path, required=True, help="folder of a run: runs/NAME")

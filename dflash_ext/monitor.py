@@ -86,7 +86,6 @@ class Monitor:
                 row = self._training_row(step, self._words.pop(step), self._marks.pop(step))
                 self._rows[step] = row
                 self._forget_before(step)
-                self._check_finite(step, row)
                 self.logger.progress(step, row)
 
     def _training_row(self, step: int, words: list[list[int]], marks: list[Mark]) -> dict[str, Any]:
@@ -135,5 +134,8 @@ class Monitor:
             awaits_eval = step in self.drafters[0].eval_steps and step not in self.evals
             if awaits_eval and not everything:
                 return
-            self.logger.log(step, self._rows.pop(step, {}) | self.evals.get(step, {}))
+            row = self._rows.pop(step, {})
+            self.logger.log(step, row | self.evals.get(step, {}))
             self._logged_step = step
+            if row:
+                self._check_finite(step, row)

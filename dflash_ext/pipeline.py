@@ -80,6 +80,11 @@ class Pipeline:
         self.resume = self._load_resume() if resume else Resume()
         self._build_drafter()
         self.total_steps = self.planner.total_steps()
+        if self.total_steps < self.resume.step:
+            raise UserError(
+                f"train.steps: found {self.total_steps}, want at least {self.resume.step}, "
+                "the checkpoint's step"
+            )
         self.supervisor = Supervisor(cfg.train.stall_timeout_s)
         workers = len(cfg.topology.targets) + self.world
         cores = len(os.sched_getaffinity(0))

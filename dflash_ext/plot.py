@@ -5,11 +5,10 @@ python -m dflash_ext.plot --run runs/X [runs/Y ...] --out FILE.png
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from dflash_ext.config import UserError, run_command
+from dflash_ext.config import CommandParser, UserError, run_command
 from dflash_ext.logger import read_metrics
 
 Rows = list[dict[str, Any]]
@@ -109,7 +108,7 @@ def _title(text: str, runs: dict[str, Rows]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m dflash_ext.plot", description="Draws loss and acceptance of runs."
     )
     parser.add_argument(

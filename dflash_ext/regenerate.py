@@ -28,7 +28,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dflash_ext.config import UserError, run_command
+from dflash_ext.config import CommandParser, UserError, run_command
 from dflash_ext.generation import Answer, Generator, ServerGenerator, TargetGenerator
 from dflash_ext.target import load_target, load_tokenizer
 
@@ -36,12 +36,11 @@ Row = dict[str, object]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    return run_command(lambda: _run(args))
+    return run_command(lambda: _run(_parser().parse_args(argv)))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m dflash_ext.regenerate",
         description="Let a target answer prompts greedily. Resumes an unfinished --out.",
     )
@@ -156,8 +155,8 @@ def resume_point(file: BinaryIO, path: Path, prompts: Sequence[Row]) -> int:
     file.seek(0)
     content = file.read()
     whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        file.truncate(whole)
+    if whole < len(content) and not content[whole:].startswith(b"{"):
+        raise UserError(f"{path}: found text that is not JSONL, want a new --out")
     lines = content[:whole].splitlines()
     for index, line in enumerate(lines):
         place = f"{path}:{index + 1}"
@@ -168,6 +167,7 @@ def resume_point(file: BinaryIO, path: Path, prompts: Sequence[Row]) -> int:
                 f"{place}: found an answer to something else than row {index + 1} of the prompts, "
                 "want a new --out"
             )
+    file.truncate(whole)
     return len(lines)
 
 

@@ -175,7 +175,7 @@ def load_target(
         _check_fast_gdn(config)
     try:
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loading = AutoModelForCausalLM.from_pretrained(
                 source,
                 revision=revision,
                 dtype=dtype,
@@ -183,9 +183,15 @@ def load_target(
                 device_map=None if device.type == "cpu" else {"": device},
                 use_safetensors=True,
                 trust_remote_code=False,
+                output_loading_info=True,
             )
     except Exception as error:
         raise _load_error(name, "model", error) from error
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(
+            f"model.target: {name}: found no {missing[0]} and {len(missing) - 1} others, "
+            "want all tensors of the model"
+        )
     generation = getattr(model, "generation_config", None)
     stops = dict.fromkeys(info.eos_token_ids + _ids(getattr(generation, "eos_token_id", None)))
     target = Target(model, dataclasses.replace(info, eos_token_ids=tuple(stops)))

@@ -17,7 +17,7 @@ import dflash_ext
 from dflash_ext.acceptance import accept_len, prompt_lookup_lengths, text_end
 from dflash_ext.config import Config, UserError, parse_config, run_command, save_config
 from dflash_ext.data.conversations import prompt_and_answer
-from dflash_ext.export import write_export
+from dflash_ext.export import check_replaceable, write_export
 from dflash_ext.logger import RunLogger, print_summary, read_metrics, write_summary
 from dflash_ext.monitor import Monitor
 from dflash_ext.pipeline import Pipeline
@@ -40,12 +40,12 @@ def main(argv: list[str] | None = None) -> int:
         lines = pipeline.describe() if flags.plan else pipeline.describe_data()
         print("\n".join([*lines, "nothing was trained"]))
         return 0
-    run_dir.mkdir(parents=True, exist_ok=True)
-    save_config(cfg, run_dir / "config.yaml")
+    check_replaceable(run_dir / "export")
     print("\n".join(pipeline.describe()), flush=True)
 
     pipeline.supervisor.install_signal_handlers()
     logger = RunLogger(cfg, run_dir, pipeline.total_steps, pipeline.resume.step)
+    save_config(cfg, run_dir / "config.yaml")
     try:
         monitor = pipeline.run(logger)
     except RunFailed as error:

@@ -308,3 +308,14 @@ def test_the_token_budget_must_hold_the_longest_kept_example(tokenizer, write):
     )
     examples, _ = load_examples(path, tokenizer, DataConfig(token_budget=32, max_length=32))
     assert len(examples) == 3
+
+
+def test_an_answer_cut_at_the_length_limit_does_not_teach_its_end_token(tokenizer, write):
+    whole = row("Add?", "One two.")
+    (ended, cut), _ = load_examples(
+        [write(whole, {**whole, "finish": "length"})], tokenizer, DataConfig()
+    )
+    assert ended.input_ids.tolist() == cut.input_ids.tolist()
+    assert ended.loss_mask.sum() == cut.loss_mask.sum() + 1
+    assert ended.input_ids[np.flatnonzero(ended.loss_mask)[-1]] == EOT
+    assert EOT not in cut.input_ids[cut.loss_mask == 1]

@@ -14,7 +14,7 @@ from dflash_ext.checkpoint import CheckpointManager
 from dflash_ext.config import CheckpointConfig, UserError, run_command
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec
 from dflash_ext.drafter.spec import FULL, SLIDING
-from dflash_ext.export import check_export, main, write_export
+from dflash_ext.export import check_export, check_replaceable, main, write_export
 
 SPECS = {
     "full": small_spec(MIXES["full"]),
@@ -351,3 +351,12 @@ def test_command_errors_are_one_line_and_code_2(run_dir, tmp_path, capsys):
         assert captured.out == ""
         assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert not (tmp_path / "x").exists()
+
+
+def test_a_model_of_another_kind_is_not_replaced(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(UserError, match="want a new folder or an older export"):
+        check_replaceable(folder)
+    assert (folder / "config.json").exists()

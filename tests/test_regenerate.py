@@ -254,10 +254,18 @@ def test_a_missing_target_is_one_line(prompts: Path, tmp_path: Path, capsys) -> 
 
 
 @pytest.mark.parametrize("extra", [["--max_new_tokens", "0"], ["--target", "x"]])
-def test_bad_options(prompts: Path, tmp_path: Path, extra: list[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        command(SERVER, prompts, tmp_path / "out.jsonl", *extra)
-    assert end.value.code == 2
+def test_bad_options(prompts: Path, tmp_path: Path, capsys, extra: list[str]) -> None:
+    assert command(SERVER, prompts, tmp_path / "out.jsonl", *extra) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and extra[0] in err
+
+
+def test_a_file_that_is_not_rows_is_left_alone(prompts: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "notes.txt"
+    out.write_text("precious notes")
+    assert command(SERVER, prompts, out) == 2
+    assert out.read_text() == "precious notes"
+    assert "notes.txt" in capsys.readouterr().err
 
 
 # A server

@@ -231,6 +231,8 @@ def test_a_second_run_in_the_same_folder_is_refused(run, capsys) -> None:
         ("--train.gama=1", "train.gamma"),
         ("--topology.drafters=[cuda:97]", "topology.drafters"),
         ("--model.target=nowhere/at/all", "model.target"),
+        ("--log.name=../up", "log.name"),
+        ("--log.dir=/proc/none", "/proc/none"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(run, capsys, flag: str, expected: str) -> None:
@@ -318,3 +320,20 @@ def test_check_data_shows_what_is_supervised(run, tmp_path: Path, capsys) -> Non
     out = capsys.readouterr().out
     assert "[[Answer: 0 0 1 1 2 2 3 3 4 4.<|im_end|>]]" in out
     assert not (tmp_path / "a").exists()
+
+
+def test_resume_to_fewer_steps_is_refused(run, capsys) -> None:
+    assert run("a") == 0
+    capsys.readouterr()
+    assert run("a", "--resume", "--train.steps=2") == 2
+    assert "train.steps: found 2, want at least 6" in capsys.readouterr().err
+
+
+def test_a_folder_that_the_export_cannot_replace_is_refused_before_training(
+    run, tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "a" / "export").mkdir(parents=True)
+    (tmp_path / "a" / "export" / "notes.txt").write_text("mine")
+    assert run("a") == 2
+    assert "notes.txt" in capsys.readouterr().err
+    assert not (tmp_path / "a" / "metrics.jsonl").exists()
