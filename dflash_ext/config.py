@@ -327,8 +327,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         return 130
     except Exception as error:
         traceback.print_exc()
-        first_line = str(error).partition("\n")[0]
-        print(f"error: {type(error).__name__}: {first_line}", file=sys.stderr)
+        print(f"error: {type(error).__name__}:", str(error).partition("\n")[0], file=sys.stderr)
         return 1
 
 
