@@ -118,6 +118,7 @@ class Pipeline:
                 f"want an id of the target's embedding table, 0 to {info.vocab_size - 1}"
             )
         self.examples, self.data_report = self._examples(cfg.data.train)
+        self.data_hash = dataset_hash(self.examples)
         self.eval_examples: list[Example] = []
         if cfg.data.eval:
             self.eval_examples, _ = self._examples(cfg.data.eval)
@@ -143,7 +144,7 @@ class Pipeline:
                 f"topology.drafters: found {self.world}, want {meta['world']} drafters "
                 "as in the run to resume"
             )
-        found, want = dataset_hash(self.examples), meta["data_hash"]
+        found, want = self.data_hash, meta["data_hash"]
         if found != want:
             raise UserError(
                 f"data.train: found text with hash {found[:12]}, "
@@ -189,6 +190,7 @@ class Pipeline:
             self.eval_steps |= set(range(every, self.total_steps, every)) if every else set()
         if "score" in self.resume.meta and self.resume.meta["score"] is not None:
             self.eval_steps.discard(self.resume.step)  # its result is in the checkpoint
+        self.num_eval_plans = sum(1 for _ in self.planner.iter_eval_plans())
         self.prefetcher = BatchPrefetcher(self.planner)
         self.target_loops = [
             TargetForwardLoop(
@@ -257,7 +259,7 @@ class Pipeline:
             supervisor=self.supervisor,
             steps=range(self.resume.step, self.total_steps),
             eval_steps=self.eval_steps,
-            num_eval_plans=len(self.planner.eval_plans()) if self.eval_examples else 0,
+            num_eval_plans=self.num_eval_plans,
             save=self._save if rank == 0 else None,
             cpu_threads=self.cpu_threads,
             eval_threads=self.cpu_threads * (len(cfg.topology.targets) + self.world),
@@ -346,7 +348,7 @@ class Pipeline:
         score = loop.scores.get(step)
         meta = {
             "tokens": self.tokens_before + sum(d.tokens for d in self.drafter_loops),
-            "data_hash": dataset_hash(self.examples),
+            "data_hash": self.data_hash,
             "world": self.world,
             "cpu_threads": self.cpu_threads,
             "config": to_dict(self.cfg),

@@ -34,13 +34,13 @@ def main(argv: list[str] | None = None) -> int:
         cfg, flags = parse_config(["--config", str(saved), *argv])
     if not (flags.plan or flags.check_data):
         _check_run_dir(run_dir, flags.resume)
+        check_replaceable(run_dir / "export")
     print(f"loading  {cfg.model.target}", flush=True)
     pipeline = Pipeline(cfg, run_dir, resume=flags.resume)
     if flags.plan or flags.check_data:
         lines = pipeline.describe() if flags.plan else pipeline.describe_data()
         print("\n".join([*lines, "nothing was trained"]))
         return 0
-    check_replaceable(run_dir / "export")
     print("\n".join(pipeline.describe()), flush=True)
 
     pipeline.supervisor.install_signal_handlers()
