@@ -1,44 +1,15 @@
 // Every kernel of pack_hidden and the metrics once, on shapes that leave parts of warps and blocks
 // idle, in buffers without a byte to spare: a program for compute-sanitizer, without torch.
 #include <cstdio>
-#include <cstdlib>
 #include <vector>
 
 #include "cuda/metric_add.cuh"
 #include "cuda/metric_copy.cuh"
 #include "cuda/metric_publish.cuh"
 #include "cuda/pack_hidden.cuh"
+#include "device.h"
 
 namespace {
-
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::printf("FAILED: %s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-
-template <typename T>
-T* on_device(const std::vector<T>& values) {
-  T* data;
-  check(cudaMalloc(&data, values.size() * sizeof(T)), "cudaMalloc");
-  check(cudaMemcpy(data, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice),
-        "cudaMemcpy");
-  return data;
-}
-
-template <typename T>
-T read_back(const T* data) {
-  T value;
-  check(cudaMemcpy(&value, data, sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
-  return value;
-}
-
-void expect(int64_t found, int64_t wanted, const char* what) {
-  if (found == wanted) return;
-  std::printf("FAILED: %s: found %lld, want %lld\n", what, static_cast<long long>(found),
-              static_cast<long long>(wanted));
-  std::exit(1);
-}
 
 void pack(int64_t row_bytes, int64_t alignment) {
   constexpr int64_t kBatch = 3, kLength = 5, kLayers = 2, kRows = 9, kDirty = 11, kCapacity = 13;
@@ -108,6 +79,7 @@ void metrics(int64_t blocks, int block_size, bool measured) {
 
 int main() {
   pack(1040, 16);
+  pack(5136, 16);  // wide: other launch sizes, and a whole round of loads
   pack(24, 8);
   pack(516, 4);
   pack(26, 2);
