@@ -65,14 +65,18 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def median_seconds(
-    calls: tuple[Callable[[], object], ...], device: torch.device
+    calls: tuple[Callable[[], object], ...],
+    device: torch.device,
+    *,
+    min_seconds: float = MIN_SECONDS,
+    min_repeats: int = MIN_REPEATS,
 ) -> tuple[float, ...]:
     """Median seconds of each of `calls`, which take turns after one warm-up each."""
     for call in calls:
         call()
     times: tuple[list[float], ...] = tuple([] for _ in calls)
     begin = time.perf_counter()
-    while time.perf_counter() - begin < MIN_SECONDS or len(times[0]) < MIN_REPEATS:
+    while time.perf_counter() - begin < min_seconds or len(times[0]) < min_repeats:
         for call, seconds in zip(calls, times, strict=True):
             seconds.append(seconds_of(call, device))
     return tuple(statistics.median(seconds) for seconds in times)

@@ -1,6 +1,6 @@
 """Times every operator beside what one would call otherwise, after checking its result.
 
-python -m benchmarks.run [--only NAME] [--device cpu|cuda:0] [--json OUT]
+python -m benchmarks.run [--only NAME] [--device cpu|cuda:0] [--peers DIR] [--json OUT]
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -64,12 +67,50 @@ def facts(device: torch.device) -> dict[str, str | None]:
     return {"machine": gpus, "driver": driver[0] if driver else None, **found}
 
 
+def timed(module: ModuleType, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row for each case of a module, checked and then timed beside its peer."""
+    for case in module.cases(device):
+        case.check()
+        mine, peer = median_seconds((case.run, case.peer), device)
+        yield {
+            "op": case.op,
+            "shape": case.shape,
+            "us": mine * 1e6,
+            "peer": case.peer_name,
+            "peer_us": peer * 1e6,
+            "speedup": peer / mine,
+            "bytes_moved": case.bytes_moved,
+            "flops": case.flops,
+            "ceiling": case.ceiling,
+            "share_of_ceiling": case.share(mine),
+            "rate": case.rate(mine),
+        }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of results as printed; one without a time says why in "error" or "note"."""
+    start = f"{row['op']:15} {row['shape']:38} "
+    if "peer_us" not in row:
+        return start + f"{row['peer']}: {row.get('error') or row['note']}"
+    share, speedup = row.get("share_of_ceiling"), row["speedup"]
+    return start + (
+        f"{'-' if row['us'] is None else format(row['us'], '.1f'):>10} "
+        f"{row.get('rate') or '-':>13} {f'{share:.1%}' if share else '-':>8} "
+        f"{f'{speedup:.2f}x' if speedup else '-':>8}  {row['peer']} ({row['peer_us']:.1f})"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=names(), help="run this one alone")
     parser.add_argument("--device", default="cpu", type=torch.device)
+    parser.add_argument(
+        "--peers", metavar="DIR", help="folder of unpacked wheels of the trainers in bench_step"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the results here")
     arguments = parser.parse_args()
+    if arguments.peers:
+        sys.path.insert(0, arguments.peers)
     device: torch.device = arguments.device
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
@@ -82,33 +123,15 @@ def main() -> int:
     )
     results = []
     for name in [arguments.only] if arguments.only else names():
-        for case in importlib.import_module(f"benchmarks.bench_{name}").cases(device):
-            case.check()
-            mine, peer = median_seconds((case.run, case.peer), device)
-            share = case.share(mine)
-            print(
-                f"{case.op:15} {case.shape:38} {mine * 1e6:10.1f} {case.rate(mine):>13} "
-                f"{f'{share:.1%}' if share else '-':>8} {peer / mine:7.2f}x  "
-                f"{case.peer_name} ({peer * 1e6:.1f})",
-                flush=True,
-            )
-            results.append(
-                {
-                    "op": case.op,
-                    "shape": case.shape,
-                    "us": mine * 1e6,
-                    "peer": case.peer_name,
-                    "peer_us": peer * 1e6,
-                    "speedup": peer / mine,
-                    "bytes_moved": case.bytes_moved,
-                    "flops": case.flops,
-                    "ceiling": case.ceiling,
-                    "share_of_ceiling": share,
-                }
-            )
-    if arguments.json:
-        report = {"conditions": conditions, "results": results}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        module = importlib.import_module(f"benchmarks.bench_{name}")
+        # A module that times more than two sides at once makes its own rows.
+        rows = module.measure(device) if hasattr(module, "measure") else timed(module, device)
+        for row in rows:
+            print(line(row), flush=True)
+            results.append(row)
+            if arguments.json:
+                report = {"conditions": conditions, "results": results}
+                arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 

@@ -1,0 +1,298 @@
+"""The drafter's whole training step: against its matrix products alone, and against the trainers.
+
+`measure` is what `python -m benchmarks.run --only step [--peers DIR]` prints: forward and backward
+beside the floor (step_floor), SpecForge, speculators (step_peers) and, for the loss alone, Liger.
+`python -m benchmarks.bench_step --parts` prints where the time goes. Every side is compared with
+fp32 first (step_check); what fails is reported and not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import median_seconds, step_peers
+from benchmarks.step_check import CheckFailed, Errors, Reference
+from benchmarks.step_floor import Floor
+from benchmarks.step_parts import PARTS, breakdown, profiled
+from benchmarks.step_problem import CE, KL, KL_CE, SHAPES, Problem, Terms, make_problem
+from dflash_ext import ops
+from dflash_ext.drafter.loss import train_batch
+from dflash_ext.optim import DrafterOptimizer
+
+MIN_SECONDS = {"cpu": 0.2, "cuda": 4.0}
+MIN_ROUNDS = {"cpu": 3, "cuda": 10}
+DEFAULT_SHAPES = {"cpu": ("toy",), "cuda": ("27b", "8b")}
+GRADIENT_TOLERANCE = 1e-2  # of Liger's hidden gradient against ours, both in bfloat16
+
+Row = dict[str, Any]
+
+
+class Step:
+    """This package's step on a problem: what a drafter thread does with a batch."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.optimizer = DrafterOptimizer(problem.model.named_parameters(), problem.train, 10**6)
+
+    def run(self, terms: Terms) -> Tensor:
+        """Forward and backward; returns the loss []."""
+        problem = self.problem
+        for parameter in problem.model.parameters():
+            parameter.grad = None
+        return train_batch(
+            problem.model,
+            problem.head,
+            problem.plan,
+            problem.hidden,
+            objective=problem.objective(terms),
+            last_hidden=problem.last if terms.kl else None,
+        )
+
+    def gradients(self) -> dict[str, Tensor]:
+        named = self.problem.model.named_parameters()
+        return {name: p.grad for name, p in named if p.grad is not None}
+
+
+@dataclass
+class Side:
+    """One contender of a group, checked and ready to be timed."""
+
+    name: str
+    run: Callable[[], object]
+
+
+def measure(device: torch.device, shapes: Sequence[str] = ()) -> Iterator[Row]:
+    """The rows of the report; a row with "error" in it has no time."""
+    for name in shapes or DEFAULT_SHAPES[device.type]:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        problem = make_problem(SHAPES[name], device, dtype)
+        yield from _measure_step(problem)
+        yield from _measure_loss(problem)
+
+
+def _measure_step(problem: Problem) -> Iterator[Row]:
+    step = Step(problem)
+    sides: dict[str, tuple[Terms, Side]] = {}
+    reference = Reference(problem)
+    for terms in (CE, KL, KL_CE):
+        try:
+            loss = step.run(terms)
+            errors = reference.check(terms, loss, step.gradients())
+        except Exception as failure:  # of any kind: the others are still worth timing
+            yield _refused(problem, terms, "this step", failure)
+            continue
+        yield _checked(problem, terms, "this step", errors)
+        sides[f"ours {terms.name}"] = terms, Side("", _bound(step.run, terms))
+    for key, terms, make in _peers(problem):
+        try:
+            peer = make()
+            loss = peer.run()
+            grads = {n: p.grad for n, p in peer.params.items() if p.grad is not None}
+            errors = reference.check(terms, loss, grads, scale=peer.loss_scale)
+        except Exception as failure:
+            yield _refused(problem, terms, key, failure)
+            continue
+        yield _checked(problem, terms, peer.name, errors)
+        sides[key] = terms, Side(peer.name, peer.run)
+    del reference
+    for terms in (CE, KL_CE):
+        floor = Floor(problem, terms)
+        name = f"floor {terms.name}"
+        sides[name] = terms, Side("its products in cuBLAS", floor.run)
+        yield from _group(problem, sides, f"ours {terms.name}", [name], sum(floor.flops.values()))
+        del sides[name], floor
+    yield from _group(
+        problem, sides, "ours CE", ["specforge", "specforge compiled", "speculators CE"]
+    )
+    yield from _group(problem, sides, "ours KL", ["speculators KL"])
+
+
+def _peers(
+    problem: Problem,
+) -> Iterator[tuple[str, Terms, Callable[[], step_peers.Peer]]]:
+    yield "specforge", CE, lambda: step_peers.specforge(problem, compiled=False)
+    if problem.hidden.is_cuda:
+        yield "specforge compiled", CE, lambda: step_peers.specforge(problem, compiled=True)
+    yield "speculators KL", KL, lambda: step_peers.speculators(problem, KL)
+    yield "speculators CE", CE, lambda: step_peers.speculators(problem, CE)
+
+
+def _group(
+    problem: Problem,
+    sides: dict[str, tuple[Terms, Side]],
+    mine: str,
+    others: list[str],
+    flops: int = 0,
+) -> Iterator[Row]:
+    """Times what is there of a group, all in turns; without our step, its others alone."""
+    present = [name for name in (mine, *others) if name in sides]
+    if not set(present) & set(others):
+        return
+    seconds = dict(zip(present, _medians(problem, [sides[n][1].run for n in present]), strict=True))
+    for name in others:
+        if name in sides:
+            yield _row(
+                "step",
+                f"{problem.shape.name} {sides[name][0].name}",
+                seconds.get(mine),
+                sides[name][1].name,
+                seconds[name],
+                flops,
+            )
+
+
+def _measure_loss(problem: Problem) -> Iterator[Row]:
+    """draft_loss with weight 1 on every row, against Liger's fused loss on those rows."""
+    plan, table = problem.plan, problem.head.head_weight
+    states = torch.randn(*plan.weights.shape, table.shape[1], device=table.device).to(table.dtype)
+    states.requires_grad_()
+    rows = plan.rows[: problem.rows]
+    picked = states.detach().flatten(0, 1)[rows].requires_grad_()
+    weights = (plan.weights > 0).float()
+    args = (table, plan.labels, weights, weights.sum(), plan.rows, plan.n_rows)
+
+    def ours() -> Tensor:
+        states.grad = None
+        loss: Tensor = ops.draft_loss(states, *args)
+        loss.backward()
+        return loss.detach()
+
+    shape = f"{problem.shape.name} N{problem.rows} CE"
+    try:
+        name, liger = step_peers.liger_loss(picked, table, plan.labels.flatten()[rows])
+        loss, theirs = ours(), liger()
+        assert states.grad is not None and picked.grad is not None
+        mine = states.grad.flatten(0, 1)[rows].float()
+        off = float((mine - picked.grad.float()).norm() / mine.norm())
+        if not (abs(float(loss / theirs) - 1) <= 1e-3 and off <= GRADIENT_TOLERANCE):
+            raise CheckFailed(f"loss {float(loss)} and {float(theirs)}, gradients {off:.1e} apart")
+    except Exception as failure:
+        yield {"op": "draft_loss", "shape": shape, "peer": "Liger", "error": _words(failure)}
+        return
+    mine_s, theirs_s = _medians(problem, [ours, liger])
+    flops = 4 * problem.rows * table.numel()
+    yield _row("draft_loss", shape, mine_s, name, theirs_s, flops)
+
+
+def measure_parts(problem: Problem, terms: Terms) -> list[Row]:
+    """Time, share, TFLOP/s and distance to the floor of each part of step and optimizer.
+
+    Kernel times of one profiled step on a device kept busy by steps before it; the floor of each
+    part comes from the passes over the products in between.
+    """
+    step, floor = Step(problem), Floor(problem, terms)
+    step_index = 0
+
+    def whole() -> None:
+        nonlocal step_index
+        step.run(terms)
+        step.optimizer.step(step_index)
+        step_index += 1
+
+    on_gpu = problem.hidden.is_cuda
+    floors: dict[str, float] = {}
+    for _ in range(5 if on_gpu else 1):
+        whole()
+        floors = floor.part_seconds() if on_gpu else {}
+    found = breakdown(profiled(whole, problem.hidden.device), problem.spec)
+    rows = [
+        {
+            "op": "part",
+            "shape": f"{problem.shape.name} {terms.name}",
+            "part": part,
+            "ms": found.seconds[part] * 1e3,
+            "share": found.seconds[part] / found.total,
+            "tflops": floor.flops.get(part, 0) / found.seconds[part] / 1e12
+            if found.seconds[part]
+            else 0.0,
+            "floor_ms": floors[part] * 1e3 if part in floors else None,
+            "of_floor": found.seconds[part] / floors[part] if part in floors else None,
+        }
+        for part in PARTS
+    ]
+    for name, seconds in found.largest_others:
+        print(f"  other: {seconds * 1e3:8.3f} ms  {name[:100]}")
+    return rows
+
+
+def _medians(problem: Problem, calls: list[Callable[[], object]]) -> tuple[float, ...]:
+    device = problem.hidden.device
+    return median_seconds(
+        tuple(calls),
+        device,
+        min_seconds=MIN_SECONDS[device.type],
+        min_repeats=MIN_ROUNDS[device.type],
+    )
+
+
+def _bound(run: Callable[[Terms], object], terms: Terms) -> Callable[[], object]:
+    return lambda: run(terms)
+
+
+def _row(op: str, shape: str, mine: float | None, peer: str, theirs: float, flops: int) -> Row:
+    return {
+        "op": op,
+        "shape": shape,
+        "us": None if mine is None else mine * 1e6,
+        "peer": peer,
+        "peer_us": theirs * 1e6,
+        "speedup": None if mine is None else theirs / mine,
+        "flops": flops,
+    }
+
+
+def _checked(problem: Problem, terms: Terms, who: str, errors: Errors) -> Row:
+    shape = f"{problem.shape.name} {terms.name}"
+    return {"op": "check", "shape": shape, "peer": who, "note": str(errors), **vars(errors)}
+
+
+def _refused(problem: Problem, terms: Terms, who: str, failure: Exception) -> Row:
+    shape = f"{problem.shape.name} {terms.name}"
+    return {"op": "step", "shape": shape, "peer": who, "error": _words(failure)}
+
+
+def _words(failure: Exception) -> str:
+    if isinstance(failure, ImportError):
+        return f"missing: {failure}"
+    if not isinstance(failure, CheckFailed):
+        traceback.print_exception(failure)
+    kind = "failed its check" if isinstance(failure, CheckFailed) else type(failure).__name__
+    return f"{kind}: {failure}"[:300]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", type=torch.device)
+    parser.add_argument("--shape", choices=list(SHAPES), action="append")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the rows here")
+    arguments = parser.parse_args()
+    device = arguments.device
+    rows: list[Row] = []
+    for name in arguments.shape or DEFAULT_SHAPES[device.type]:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        problem = make_problem(SHAPES[name], device, dtype)
+        for terms in (CE, KL_CE):
+            rows += measure_parts(problem, terms)
+    for row in rows:
+        floor = f"{row['of_floor']:.3f} x {row['floor_ms']:.2f} ms" if row["of_floor"] else "-"
+        print(
+            f"{row['shape']:12} {row['part']:15} {row['ms']:9.3f} ms {row['share']:6.1%}"
+            f" {row['tflops']:7.1f} TFLOP/s  {floor}"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The floor of a drafter step: the matrix products that it cannot avoid, timed in cuBLAS.
+
+Forward, input gradient and weight gradient of every projection. Of the head only the weighted
+rows, without a weight gradient (it is frozen); of fc no input gradient (its input is the target's).
+The teacher's head comes on top where the loss has a KL term.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.step_problem import Problem, Terms
+
+PARTS = ("projections", "mlp", "loss")
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One product [m, k] x [k, n]. kind: "forward" | "dx" | "dw"; weight: which tensor it uses."""
+
+    part: str
+    kind: str
+    weight: str
+    rows: int
+
+    def flops(self, shape: torch.Size) -> int:
+        return 2 * self.rows * shape[0] * shape[1]
+
+
+def step_gemms(problem: Problem, terms: Terms) -> list[Gemm]:
+    """The products of one forward and backward pass, in the order in which it makes them."""
+    spec, plan = problem.spec, problem.plan
+    context, block = plan.doc_start.shape[0], plan.labels.numel()
+    layers = [f"layers.{i}" for i in range(spec.num_layers)]
+
+    def both(part: str, weight: str, rows: int) -> list[Gemm]:
+        return [Gemm(part, kind, weight, rows) for kind in ("dx", "dw")]
+
+    gemms = [Gemm("projections", "forward", "fc.weight", context)]
+    kv = [f"{name}.self_attn.{x}_proj.weight" for name in layers for x in "kv"]
+    gemms += [Gemm("projections", "forward", weight, context) for weight in kv]
+    for name in layers:
+        for part, weight in _layer_weights(name):
+            gemms.append(Gemm(part, "forward", weight, block))
+    gemms += [Gemm("loss", "forward", "head", problem.rows)] * (2 if terms.kl else 1)
+    gemms.append(Gemm("loss", "dx", "head", problem.rows))
+    for name in reversed(layers):
+        for part, weight in reversed(_layer_weights(name)):
+            gemms += both(part, weight, block)
+    for weight in reversed(kv):
+        gemms += both("projections", weight, context)
+    gemms.append(Gemm("projections", "dw", "fc.weight", context))
+    return gemms
+
+
+def _layer_weights(name: str) -> list[tuple[str, str]]:
+    attention = [("projections", f"{name}.self_attn.{x}_proj.weight") for x in "qkvo"]
+    return attention + [("mlp", f"{name}.mlp.{x}_proj.weight") for x in ("gate", "up", "down")]
+
+
+class Floor:
+    """Runs the products back to back on the step's own weights and on random activations."""
+
+    def __init__(self, problem: Problem, terms: Terms) -> None:
+        self.gemms = step_gemms(problem, terms)
+        self.weights = {n: p.detach() for n, p in problem.model.named_parameters()}
+        self.weights["head"] = problem.head.head_weight
+        self.device = problem.hidden.device
+        self.dtype = problem.hidden.dtype
+        self.sets = {key: self._activations(*key) for key in self._sizes()}
+
+    def _sizes(self) -> set[tuple[int, int]]:
+        sizes = set()
+        for gemm in self.gemms:
+            outputs, inputs = self.weights[gemm.weight].shape
+            if gemm.kind != "dx":
+                sizes.add((gemm.rows, inputs))
+            if gemm.kind != "forward":
+                sizes.add((gemm.rows, outputs))
+        return sizes
+
+    def _activations(self, rows: int, width: int) -> list[Tensor]:
+        """Several of the same size, taken in turn, unless one fills any cache many times."""
+        count = 1 if rows * width > 2**29 else 3
+        return [
+            torch.randn(rows, width, device=self.device, dtype=self.dtype) for _ in range(count)
+        ]
+
+    @functools.cached_property
+    def flops(self) -> dict[str, int]:
+        """Operations of each part."""
+        totals = dict.fromkeys(PARTS, 0)
+        for gemm in self.gemms:
+            totals[gemm.part] += gemm.flops(self.weights[gemm.weight].shape)
+        return totals
+
+    def run(self) -> None:
+        for i, gemm in enumerate(self.gemms):
+            self._product(gemm, i)
+
+    def part_seconds(self) -> dict[str, float]:
+        """Seconds of each part within one pass over the whole list, on a GPU."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(self.gemms) + 1)]
+        marks[0].record()
+        for i, (gemm, mark) in enumerate(zip(self.gemms, marks[1:], strict=True)):
+            self._product(gemm, i)
+            mark.record()
+        marks[-1].synchronize()
+        totals = dict.fromkeys(PARTS, 0.0)
+        for gemm, before, after in zip(self.gemms, marks, marks[1:], strict=False):
+            totals[gemm.part] += before.elapsed_time(after) / 1e3
+        return totals
+
+    def _product(self, gemm: Gemm, turn: int) -> Tensor:
+        weight = self.weights[gemm.weight]
+
+        def activation(width: int) -> Tensor:
+            tensors = self.sets[gemm.rows, width]
+            return tensors[turn % len(tensors)]
+
+        if gemm.kind == "forward":
+            return torch.mm(activation(weight.shape[1]), weight.t())
+        if gemm.kind == "dx":
+            return torch.mm(activation(weight.shape[0]), weight)
+        left, right = activation(weight.shape[0]).t(), activation(weight.shape[1])
+        if self.dtype == torch.float32:
+            return torch.mm(left, right)
+        return torch.mm(left, right, out_dtype=torch.float32)
