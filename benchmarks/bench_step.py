@@ -2,18 +2,18 @@
 
 `measure` is what `python -m benchmarks.run --only step [--peers DIR]` prints: forward and backward
 beside the floor (step_floor), SpecForge, speculators (step_peers) and, for the loss alone, Liger.
-`python -m benchmarks.bench_step --parts` prints where the time goes. Every side is compared with
+`python -m benchmarks.bench_step parts` prints where the time goes, `sides --shape 8b` one size. Every side is compared with
 fp32 first (step_check); what fails is reported and not timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import median_seconds, step_peers
+from benchmarks.run import facts, line
 from benchmarks.step_check import CheckFailed, Errors, Reference
 from benchmarks.step_floor import Floor
 from benchmarks.step_parts import PARTS, breakdown, profiled
@@ -63,58 +64,58 @@ class Step:
         return {name: p.grad for name, p in named if p.grad is not None}
 
 
-@dataclass
-class Side:
-    """One contender of a group, checked and ready to be timed."""
-
-    name: str
-    run: Callable[[], object]
-
-
 def measure(device: torch.device, shapes: Sequence[str] = ()) -> Iterator[Row]:
     """The rows of the report; a row with "error" in it has no time."""
     for name in shapes or DEFAULT_SHAPES[device.type]:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        problem = make_problem(SHAPES[name], device, dtype)
+        problem = problem_on(device, name)
         yield from _measure_step(problem)
         yield from _measure_loss(problem)
 
 
+def problem_on(device: torch.device, name: str) -> Problem:
+    return make_problem(
+        SHAPES[name], device, torch.bfloat16 if device.type == "cuda" else torch.float32
+    )
+
+
 def _measure_step(problem: Problem) -> Iterator[Row]:
-    step = Step(problem)
-    sides: dict[str, tuple[Terms, Side]] = {}
-    reference = Reference(problem)
+    step, reference = Step(problem), Reference(problem)
+    mine: dict[Terms, Callable[[], object]] = {}
     for terms in (CE, KL, KL_CE):
         try:
             loss = step.run(terms)
             errors = reference.check(terms, loss, step.gradients())
         except Exception as failure:  # of any kind: the others are still worth timing
             yield _refused(problem, terms, "this step", failure)
-            continue
-        yield _checked(problem, terms, "this step", errors)
-        sides[f"ours {terms.name}"] = terms, Side("", _bound(step.run, terms))
-    for key, terms, make in _peers(problem):
-        try:
-            peer = make()
-            loss = peer.run()
-            grads = {n: p.grad for n, p in peer.params.items() if p.grad is not None}
-            errors = reference.check(terms, loss, grads, scale=peer.loss_scale)
-        except Exception as failure:
-            yield _refused(problem, terms, key, failure)
-            continue
-        yield _checked(problem, terms, peer.name, errors)
-        sides[key] = terms, Side(peer.name, peer.run)
-    del reference
+        else:
+            yield _checked(problem, terms, "this step", errors)
+            mine[terms] = functools.partial(step.run, terms)
     for terms in (CE, KL_CE):
         floor = Floor(problem, terms)
-        name = f"floor {terms.name}"
-        sides[name] = terms, Side("its products in cuBLAS", floor.run)
-        yield from _group(problem, sides, f"ours {terms.name}", [name], sum(floor.flops.values()))
-        del sides[name], floor
-    yield from _group(
-        problem, sides, "ours CE", ["specforge", "specforge compiled", "speculators CE"]
-    )
-    yield from _group(problem, sides, "ours KL", ["speculators KL"])
+        flops = sum(floor.flops.values())
+        yield _timed(problem, terms, mine.get(terms), "its products in cuBLAS", floor.run, flops)
+    for who, terms, make in _peers(problem):
+        yield from _measure_peer(problem, reference, mine.get(terms), who, terms, make)
+
+
+def _measure_peer(
+    problem: Problem,
+    reference: Reference,
+    mine: Callable[[], object] | None,
+    who: str,
+    terms: Terms,
+    make: Callable[[], step_peers.Peer],
+) -> Iterator[Row]:
+    try:
+        peer = make()
+        loss = peer.run()
+        grads = {n: p.grad for n, p in peer.params.items() if p.grad is not None}
+        errors = reference.check(terms, loss, grads, scale=peer.loss_scale)
+    except Exception as failure:
+        yield _refused(problem, terms, who, failure)
+    else:
+        yield _checked(problem, terms, peer.name, errors)
+        yield _timed(problem, terms, mine, peer.name, peer.run)
 
 
 def _peers(
@@ -127,28 +128,20 @@ def _peers(
     yield "speculators CE", CE, lambda: step_peers.speculators(problem, CE)
 
 
-def _group(
+def _timed(
     problem: Problem,
-    sides: dict[str, tuple[Terms, Side]],
-    mine: str,
-    others: list[str],
+    terms: Terms,
+    mine: Callable[[], object] | None,
+    name: str,
+    other: Callable[[], object],
     flops: int = 0,
-) -> Iterator[Row]:
-    """Times what is there of a group, all in turns; without our step, its others alone."""
-    present = [name for name in (mine, *others) if name in sides]
-    if not set(present) & set(others):
-        return
-    seconds = dict(zip(present, _medians(problem, [sides[n][1].run for n in present]), strict=True))
-    for name in others:
-        if name in sides:
-            yield _row(
-                "step",
-                f"{problem.shape.name} {sides[name][0].name}",
-                seconds.get(mine),
-                sides[name][1].name,
-                seconds[name],
-                flops,
-            )
+) -> Row:
+    """Our step and another side in turns; the other alone if our step was refused."""
+    shape = f"{problem.shape.name} {terms.name}"
+    if mine is None:
+        return _row("step", shape, None, name, *_medians(problem, other), flops)
+    ours, theirs = _medians(problem, mine, other)
+    return _row("step", shape, ours, name, theirs, flops)
 
 
 def _measure_loss(problem: Problem) -> Iterator[Row]:
@@ -179,7 +172,7 @@ def _measure_loss(problem: Problem) -> Iterator[Row]:
     except Exception as failure:
         yield {"op": "draft_loss", "shape": shape, "peer": "Liger", "error": _words(failure)}
         return
-    mine_s, theirs_s = _medians(problem, [ours, liger])
+    mine_s, theirs_s = _medians(problem, ours, liger)
     flops = 4 * problem.rows * table.numel()
     yield _row("draft_loss", shape, mine_s, name, theirs_s, flops)
 
@@ -225,18 +218,14 @@ def measure_parts(problem: Problem, terms: Terms) -> list[Row]:
     return rows
 
 
-def _medians(problem: Problem, calls: list[Callable[[], object]]) -> tuple[float, ...]:
+def _medians(problem: Problem, *calls: Callable[[], object]) -> tuple[float, ...]:
     device = problem.hidden.device
     return median_seconds(
-        tuple(calls),
+        calls,
         device,
         min_seconds=MIN_SECONDS[device.type],
         min_repeats=MIN_ROUNDS[device.type],
     )
-
-
-def _bound(run: Callable[[Terms], object], terms: Terms) -> Callable[[], object]:
-    return lambda: run(terms)
 
 
 def _row(op: str, shape: str, mine: float | None, peer: str, theirs: float, flops: int) -> Row:
@@ -272,26 +261,42 @@ def _words(failure: Exception) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", type=torch.device)
+    parser.add_argument("what", choices=["sides", "parts"], help="against whom, or where it goes")
+    parser.add_argument("--device", default="cuda:0", type=torch.device)
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
+    parser.add_argument("--peers", metavar="DIR", help="folder of unpacked wheels of the trainers")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the rows here")
     arguments = parser.parse_args()
-    device = arguments.device
-    rows: list[Row] = []
-    for name in arguments.shape or DEFAULT_SHAPES[device.type]:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        problem = make_problem(SHAPES[name], device, dtype)
-        for terms in (CE, KL_CE):
-            rows += measure_parts(problem, terms)
-    for row in rows:
-        floor = f"{row['of_floor']:.3f} x {row['floor_ms']:.2f} ms" if row["of_floor"] else "-"
-        print(
-            f"{row['shape']:12} {row['part']:15} {row['ms']:9.3f} ms {row['share']:6.1%}"
-            f" {row['tflops']:7.1f} TFLOP/s  {floor}"
-        )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    if arguments.peers:
+        sys.path.insert(0, arguments.peers)
+    device: torch.device = arguments.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    conditions, shapes = facts(device), arguments.shape or DEFAULT_SHAPES[device.type]
+    print("# " + ", ".join(f"{key} {value}" for key, value in conditions.items() if value))
+    rows = []
+    for row in measure(device, shapes) if arguments.what == "sides" else parts(device, shapes):
+        print(line(row) if arguments.what == "sides" else part_line(row), flush=True)
+        rows.append(row)
+        if arguments.json:
+            report = {"conditions": conditions, "results": rows}
+            arguments.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
+
+
+def parts(device: torch.device, shapes: Sequence[str]) -> Iterator[Row]:
+    for name in shapes:
+        problem = problem_on(device, name)
+        for terms in (CE, KL_CE):
+            yield from measure_parts(problem, terms)
+
+
+def part_line(row: Row) -> str:
+    floor = f"{row['of_floor']:.3f} x {row['floor_ms']:.2f} ms" if row["of_floor"] else "-"
+    return (
+        f"{row['shape']:12} {row['part']:15} {row['ms']:9.3f} ms {row['share']:6.1%}"
+        f" {row['tflops']:7.1f} TFLOP/s  {floor}"
+    )
 
 
 if __name__ == "__main__":
