@@ -2,8 +2,8 @@
 
 `measure` is what `python -m benchmarks.run --only step [--peers DIR]` prints: forward and backward
 beside the floor (step_floor), SpecForge, speculators (step_peers) and, for the loss alone, Liger.
-`python -m benchmarks.bench_step parts` prints where the time goes, `sides --shape 8b` one size. Every side is compared with
-fp32 first (step_check); what fails is reported and not timed.
+`python -m benchmarks.bench_step sides --shape 8b` does so for one size, `parts` prints where the
+time goes. Every side is compared with fp32 first (step_check); what fails is not timed, but said.
 """
 
 from __future__ import annotations
