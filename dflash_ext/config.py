@@ -19,8 +19,15 @@ from typing import Any, Literal, NoReturn, get_type_hints
 
 import yaml
 
-from dflash_ext.config_check import MAX_BLOCK_SIZE, check_layer_ids, validate
-from dflash_ext.config_values import UserError, coerce, coerce_devices, shown, type_name
+from dflash_ext.config_check import MAX_BLOCK_SIZE, MAX_SEED, check_layer_ids, validate
+from dflash_ext.config_values import (
+    UserError,
+    coerce,
+    coerce_devices,
+    read_yaml,
+    shown,
+    type_name,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -106,15 +113,24 @@ class DrafterConfig:
 class DataConfig:
     """Training and evaluation text."""
 
-    train: list[str] = _doc([], "JSONL files to train on", required="at least one JSONL file")
-    eval: list[str] = _doc([], "held-out JSONL files")
-    format: Literal["auto", "messages", "input_ids"] = _doc("auto", "row format")
+    train: list[str] = _doc(
+        [],
+        "text to train on: files, folders, hf:NAME:SPLIT; with a weight: 0.5 * FILE",
+        required="at least one text file",
+    )
+    eval: list[str] = _doc([], "held-out text, named alike")
+    format: Literal["auto", "messages", "conversations", "input_ids"] = _doc("auto", "row format")
+    bad_rows: Literal["error", "skip"] = _doc(
+        "error", "what a row that cannot be used does: ends the run, or is counted and left out"
+    )
     max_length: int = _doc(4096, "longer examples are truncated to this many tokens", at_least=2)
     token_budget: int = _doc(49152, "packed tokens of one batch", at_least=1)
     last_turn_only: bool = _doc(False, "supervise only the last assistant turn")
     enable_thinking: bool | None = _doc(None, "passed to the chat template; null = not passed")
     drop_loops: bool = _doc(True, "drop answers that end in a repeating loop")
-    seed: int = _doc(0, "seed of the order of examples and of the anchors", at_least=0)
+    seed: int = _doc(
+        0, "seed of the order of examples and of the anchors", at_least=0, at_most=MAX_SEED
+    )
     num_workers: int = _doc(
         1, "threads that tokenize; one is used: fast tokenizers are not safe to share", at_least=1
     )
@@ -188,7 +204,9 @@ class TrainConfig:
     stall_timeout_s: float = _doc(
         300.0, "dump all stacks and stop after so long without progress", above=0
     )
-    seed: int = _doc(0, "seed of the drafter's weights and of the noise", at_least=0)
+    seed: int = _doc(
+        0, "seed of the drafter's weights and of the noise", at_least=0, at_most=MAX_SEED
+    )
 
 
 @dataclass
@@ -282,7 +300,7 @@ def load_config(path: str | Path) -> Config:
     Raises:
         UserError: no such file, not YAML, or anything ``from_dict`` refuses.
     """
-    return from_dict(_read_yaml(Path(path)), str(path))
+    return from_dict(read_yaml(Path(path)), str(path))
 
 
 def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, Flags]:
@@ -343,20 +361,6 @@ class CommandParser(argparse.ArgumentParser):
 
 def to_yaml(cfg: Config) -> str:
     return yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True)
-
-
-def _read_yaml(path: Path) -> object:
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: found {error.strerror}, want a YAML file") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: found bytes that are not UTF-8, want a YAML file") from None
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise UserError(f"{place}: found an error ({problem or error}), want YAML") from None
-    return {} if data is None else data
 
 
 def _flatten(data: object, source: str) -> dict[str, object]:

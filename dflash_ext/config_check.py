@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_ext.config_values import UserError, shown
+from dflash_ext.config_values import UserError, shown, split_weight
 
 if TYPE_CHECKING:
     from dflash_ext.config import Config, DrafterConfig
 
 MAX_BLOCK_SIZE = 32  # what block_attention and the per-slot metric words are laid out for
+MAX_SEED = 2**63 - 1
+MAX_WEIGHT = 1000  # of a source of training text: passes in one epoch
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -30,6 +32,7 @@ def validate(cfg: Config) -> None:
         check_layer_ids(cfg.model.target_layer_ids, None)
     _check_devices("topology.targets", cfg.topology.targets)
     _check_devices("topology.drafters", cfg.topology.drafters)
+    _check_weights(cfg)
     train = cfg.train
     name = cfg.log.name
     if name != Path(name).name or name in (".", "..") or not name.isprintable() or not name.strip():
@@ -71,6 +74,19 @@ def _check_number(key: str, value: float, low: float, exclusive: bool, high: flo
     elif not math.isfinite(value):
         want = "a finite number"
     raise UserError(f"{key}: found {value}, want {want}")
+
+
+def _check_weights(cfg: Config) -> None:
+    for entry in cfg.data.train:
+        weight, name = split_weight(entry)
+        if not name or not 0 < weight <= MAX_WEIGHT:
+            raise UserError(
+                f"data.train: found {shown(entry)}, want WEIGHT * FILE with a weight above 0 and "
+                f"at most {MAX_WEIGHT}"
+            )
+    for entry in cfg.data.eval:
+        if split_weight(entry)[1] != entry:
+            raise UserError(f"data.eval: found {shown(entry)}, want it without a weight")
 
 
 def _check_drafter(drafter: DrafterConfig) -> None:

@@ -20,7 +20,7 @@ from dflash_ext.config import (
     unknown_field,
     validate,
 )
-from dflash_ext.config_values import UserError, shown, type_name
+from dflash_ext.config_values import UserError, shown, split_weight, type_name
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = "configs/smollm2_cpu.yaml"
@@ -43,8 +43,8 @@ def parse(argv: Sequence[str]) -> tuple[Config, Flags]:
     # A section that is there but empty in the YAML arrives as None.
     sections = {name: getattr(parsed, name) for name in SECTIONS}
     cfg = from_dict({name: vars(s) for name, s in sections.items() if s}, "command line")
-    cfg.data.train = [str(_find(name)) for name in cfg.data.train]
-    cfg.data.eval = [str(_find(name)) for name in cfg.data.eval]
+    cfg.data.train = [_find_text(entry) for entry in cfg.data.train]
+    cfg.data.eval = [_find_text(entry) for entry in cfg.data.eval]
     validate(cfg)
     if parsed.print_config:
         print(to_yaml(cfg), end="")
@@ -56,6 +56,13 @@ def _find(name: str) -> Path:
     """A file relative to the working directory, else to the project or its configs folder."""
     candidates = [Path(name), PROJECT_ROOT / name, PROJECT_ROOT / "configs" / name]
     return next((path for path in candidates if path.exists()), candidates[0])
+
+
+def _find_text(entry: str) -> str:
+    """An entry of data.train or data.eval with its file found."""
+    name = split_weight(entry)[1]
+    found = name if name.startswith("hf:") else str(_find(name))
+    return f"{entry.partition('*')[0].strip()} * {found}" if name != entry else found
 
 
 def _split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -10,6 +11,37 @@ import yaml
 
 class UserError(Exception):
     """Bad configuration or input. The message is one line: ``place: found X, want Y``."""
+
+
+class StrictLoader(yaml.SafeLoader):
+    """Safe YAML in which a name that stands twice in one mapping is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names: set[object] = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    problem = f"the name {key.value} twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                names.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> object:
+    """What a YAML file holds, {} if nothing. Raises UserError."""
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), StrictLoader)
+    except OSError as error:
+        raise UserError(f"{path}: found {error.strerror}, want a YAML file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: found bytes that are not UTF-8, want a YAML file") from None
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise UserError(f"{place}: found an error ({problem or error}), want YAML") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: found an error ({error}), want YAML") from None
+    return {} if data is None else data
 
 
 def shown(value: object) -> str:
@@ -30,13 +62,22 @@ def type_name(hint: Any) -> str:
     return names.get(hint, "null")
 
 
+def split_weight(entry: str) -> tuple[float, str]:
+    """Weight and name of an entry of data.train: ``0.5 * code.parquet``; 1 if it says none."""
+    weight, star, name = entry.partition("*")
+    try:
+        return (float(weight), name.strip()) if star else (1.0, entry)
+    except ValueError:  # a star in a file's name
+        return 1.0, entry
+
+
 def from_text(value: object) -> object:
     """Command-line text as YAML reads it; other values, and text that is no YAML, as they are."""
     if not isinstance(value, str):
         return value
     try:
         return yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # 2024-13-45 is a date to YAML
         return value
 
 

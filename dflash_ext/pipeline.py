@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dflash_ext.checkpoint import CheckpointManager
 from dflash_ext.config import Config, UserError, check_layer_ids, to_dict
-from dflash_ext.data.conversations import DataReport, Example, dataset_hash, load_examples
+from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load_examples
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.drafter.loss import Objective
@@ -119,7 +119,7 @@ class Pipeline:
             )
         self.examples, self.data_report = self._examples(cfg.data.train)
         self.data_hash = dataset_hash(self.examples)
-        self.eval_examples: list[Example] = []
+        self.eval_examples = Corpus([], [])
         if cfg.data.eval:
             self.eval_examples, _ = self._examples(cfg.data.eval)
         self.layout = BlockLayout(cfg.drafter.block_size)
@@ -127,7 +127,7 @@ class Pipeline:
             self.examples, cfg.data, cfg.train, self.layout, self.world, self.eval_examples
         )
 
-    def _examples(self, paths: list[str]) -> tuple[list[Example], DataReport]:
+    def _examples(self, paths: list[str]) -> tuple[Corpus, DataReport]:
         return load_examples(
             paths,
             self.tokenizer,

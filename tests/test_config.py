@@ -132,7 +132,7 @@ def test_field_names_are_the_documented_ones() -> None:
         "model": "target dtype target_layer_ids attn_backend require_fast_gdn revision",
         "drafter": "num_layers block_size mask_token_id num_attention_heads num_key_value_heads "
         "head_dim intermediate_size layer_types sliding_window split_fc init_from",
-        "data": "train eval format max_length token_budget last_turn_only enable_thinking "
+        "data": "train eval format bad_rows max_length token_budget last_turn_only enable_thinking "
         "drop_loops seed num_workers",
         "topology": "targets drafters slots_per_drafter cpu_threads",
         "train": "steps epochs lr schedule warmup_ratio weight_decay optimizer grad_accum "
@@ -240,7 +240,12 @@ def test_print_config_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFix
         ("--log.wandb no", "log.wandb: found 'no', want off or offline or online"),
         ("--model.dtype float16", "found 'float16', want float32 or bfloat16"),
         ("--model.target=", "model.target: found nothing, want a Hugging Face id"),
-        ("--data.train []", "data.train: found nothing, want at least one JSONL file"),
+        ("--data.train []", "data.train: found nothing, want at least one text file"),
+        ("--data.train 0*a.jsonl", "data.train: found '0 * a.jsonl', want WEIGHT * FILE with a"),
+        ("--data.train nan*a", "data.train: found 'nan * a', want WEIGHT * FILE with a weight abo"),
+        ("--data.eval 2*a.jsonl", "data.eval: found '2 * a.jsonl', want it without a weight"),
+        ("--data.seed 9223372036854775808", "want at least 0 and at most 9223372036854775807"),
+        ("--train.seed 9223372036854775808", "want at least 0 and at most 9223372036854775807"),
         ("--data.train {a:1} --data.eval [{}]", "data.eval: found '[{}]', want list of strings"),
         ("--drafter.block_size 1", "drafter.block_size: found 1, want at least 2 and at most 32"),
         ("--drafter.block_size 33", "drafter.block_size: found 33, want at least 2 and at most 32"),
@@ -297,6 +302,10 @@ def test_mistakes_are_one_line_and_exit_2(
         ("[1, 2]", "c.yaml: found [1, 2], want a mapping"),
         ("just text", "c.yaml: found 'just text', want a mapping"),
         ("a: b\ntrain: [\n", "c.yaml:3: found an error"),
+        ("train:\n  lr: 1\n  lr: 2\n", "c.yaml:3: found an error (the name lr twice), want YAML"),
+        ("log: {}\nlog: {}", "c.yaml:2: found an error (the name log twice), want YAML"),
+        ("log: 2024-13-45", "c.yaml: found an error (month must be in 1..12"),
+        ("log: " + "[" * 3000, "c.yaml: found an error (maximum recursion depth"),
         ("log: {name: 3}", "log.name: found 3, want string"),
         ("data: {train: 3}", "data.train: found 3, want list of strings"),
         ("train: {steps: [1]}", "train.steps: found [1], want integer or null"),

@@ -194,8 +194,8 @@ def test_the_hash_covers_ids_masks_and_borders():
 
 
 BAD_ROWS = {
-    "neither": ({"text": "hi"}, "found the fields 'text', want 'input_ids' or 'messages'"),
-    "empty-object": ({}, "found the fields none, want 'input_ids' or 'messages'"),
+    "neither": ({"text": "hi"}, "found the fields 'text', want 'input_ids' or 'messages' or 'c"),
+    "empty-object": ({}, "found the fields none, want 'input_ids' or 'messages' or 'c"),
     "not-an-object": ([1, 2], "found a JSON list, want a JSON object"),
     "messages-text": ({"messages": "hi"}, "messages: found str, want a list of messages"),
     "messages-empty": ({"messages": []}, "messages: found an empty list, want a list of messages"),
@@ -258,13 +258,14 @@ def test_a_line_that_is_not_json(content, wanted, tokenizer, tmp_path):
 
 
 def test_files_that_cannot_be_read(tokenizer, tmp_path, write):
-    missing = tmp_path / "missing.jsonl"
+    missing, folder = tmp_path / "missing.jsonl", tmp_path / "folder"
+    folder.mkdir()
     empty = tmp_path / "empty.jsonl"
     empty.write_bytes(b"\xef\xbb\xbf\r\n  \n")
     good = write(row("Zero?", "One."))
     for path, wanted in (
-        (missing, "cannot be read (No such file or directory), want a readable JSONL file"),
-        (tmp_path, "cannot be read (Is a directory), want a readable JSONL file"),
+        (missing, "cannot be read (No such file or directory), want a readable file"),
+        (folder, "found no text files, want .jsonl, .ndjson, .json, .parquet files in it"),
         (empty, "found no rows, want one JSON object a line"),
     ):
         with pytest.raises(UserError) as error:

@@ -181,9 +181,10 @@ def _encode_spans(
     starts = np.asarray([start for start, _ in spans], dtype=np.int64)
     # A server encodes the prompt by itself. Where a token of the whole text reaches over the
     # border between a prompt and its answer, the text is therefore encoded in pieces.
-    straddled = (offsets[:, :1] < starts) & (offsets[:, 1:] > starts)
+    first_past = np.searchsorted(offsets[:, 1], starts, side="right").clip(max=len(offsets) - 1)
+    straddled = (offsets[first_past, 0] < starts) & (offsets[first_past, 1] > starts)
     if straddled.any():
-        cuts = [0, *starts[straddled.any(axis=0)].tolist(), len(text)]
+        cuts = [0, *starts[straddled].tolist(), len(text)]
         pieces = [text[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
         ids, offsets = _encode(tokenizer, pieces, place)
 

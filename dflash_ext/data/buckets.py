@@ -6,6 +6,7 @@ import hashlib
 import struct
 import threading
 from bisect import bisect_right
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,10 +28,24 @@ class EpochBatches:
     Within an epoch's random order, windows of about 32 batches are sorted by length and cut into
     batches; examples that do not fill a window's last batch move on to the next window. The
     batches are then shuffled. Batch ids run on over the epochs. Thread-safe.
+
+    Args:
+        lengths: [examples] tokens.
+        token_budget: tokens of a batch.
+        seed: of the order.
+        weights: (number of examples, how often an epoch goes through them) of each source, in
+            order; none = once through all.
     """
 
-    def __init__(self, lengths: np.ndarray, token_budget: int, seed: int) -> None:
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        token_budget: int,
+        seed: int,
+        weights: Sequence[tuple[int, float]] = (),
+    ) -> None:
         self._lengths = lengths.astype(np.int64)
+        self._weights = weights or [(len(lengths), 1.0)]
         self._token_budget = token_budget
         self._seed = seed
         per_window = _WINDOW_BATCHES * token_budget / max(1.0, float(lengths.mean()))
@@ -64,10 +79,33 @@ class EpochBatches:
             self._recent[epoch] = batches
         return self._recent[epoch]
 
+    def members(self, epoch: int) -> np.ndarray:
+        """The examples of an epoch, ascending, as often as their source's weight w says.
+
+        Epoch e takes example i of n floor((e + 1) w + u) - floor(e w + u) times. The phases u are
+        (0 + 1/2)/n, (1 + 1/2)/n ... in random order, so an epoch takes w n examples of the source,
+        and each example comes up w times an epoch in the long run, evenly spread.
+        """
+        members, first = [], 0
+        for source, (count, weight) in enumerate(self._weights):
+            examples = np.arange(first, first + count)
+            if weight != 1:
+                order = torch.randperm(count, generator=seeded_generator(self._seed, -1, source))
+                phase = (order.numpy() + 0.5) / max(1, count)
+                ends = np.floor((epoch + 1) * weight + phase) - np.floor(epoch * weight + phase)
+                examples = np.repeat(examples, ends.astype(np.int64))
+            members.append(examples)
+            first += count
+        return np.concatenate(members)
+
     def epoch(self, epoch: int) -> list[np.ndarray]:
-        """All batches of an epoch, each an array of example indices; every index occurs once."""
+        """All batches of an epoch, each an array of example indices.
+
+        Every index occurs once, or as often as `members` has it.
+        """
         generator = seeded_generator(self._seed, epoch)
-        order = torch.randperm(len(self._lengths), generator=generator).numpy()
+        members = self.members(epoch)
+        order = members[torch.randperm(len(members), generator=generator).numpy()]
         batches: list[np.ndarray] = []
         left_over = order[:0]
         for start in range(0, len(order), self._window):

@@ -17,7 +17,7 @@ from torch import Tensor
 from dflash_ext.config import DataConfig, TrainConfig, UserError
 from dflash_ext.data.anchors import sample_anchors, valid_anchors
 from dflash_ext.data.buckets import EpochBatches, fill_batches, seeded_generator
-from dflash_ext.data.conversations import Example
+from dflash_ext.data.corpus import Corpus, Example
 from dflash_ext.layout import BlockLayout
 
 Kind = Literal["train", "eval"]
@@ -112,7 +112,8 @@ class BatchPlanner:
         self._layout = layout
         self.world = world
         self.batches_per_step = train_cfg.grad_accum * world
-        self._batches = EpochBatches(self._data.lengths, self._token_budget, self._seed)
+        weights = examples.weights if isinstance(examples, Corpus) else ()
+        self._batches = EpochBatches(self._data.lengths, self._token_budget, self._seed, weights)
         self._label_offsets = layout.label_offsets().numpy()
         self._predecessor_offsets = layout.predecessor_offsets().numpy()
         self._decay = layout.decay(train_cfg.gamma).numpy()
@@ -167,7 +168,7 @@ class BatchPlanner:
         """Share of padding in the target's input [B, S], over epoch 0."""
         groups = [self._data.lengths[docs] for docs in self._batches.epoch(0)]
         cells = sum(len(lengths) * int(lengths.max()) for lengths in groups)
-        return 1 - int(self._data.lengths.sum()) / cells
+        return 1 - sum(int(lengths.sum()) for lengths in groups) / max(1, cells)
 
     def _eval_plan(self, batch_id: int, docs: np.ndarray) -> BatchPlan:
         packed = self._eval_data.pack(docs)
@@ -254,33 +255,30 @@ class _Packed:
 
 
 class _Documents:
-    """All examples in flat arrays, so that a batch is gathered without a loop over documents."""
+    """All examples and their lengths; a batch reads only its own."""
 
     def __init__(self, examples: Sequence[Example], token_budget: int) -> None:
-        self.lengths = np.asarray([len(example) for example in examples], dtype=np.int64)
+        if isinstance(examples, Corpus):
+            self.lengths = examples.lengths
+        else:
+            self.lengths = np.asarray([len(example) for example in examples], dtype=np.int64)
         if len(self.lengths) and self.lengths.max() > token_budget:
             longest = int(self.lengths.argmax())
             raise UserError(
                 f"data.token_budget: found {token_budget}, want at least "
                 f"{self.lengths[longest]}, the length of {examples[longest].source}"
             )
-        self._first = np.cumsum(self.lengths) - self.lengths
-        empty = np.zeros(0, dtype=np.int32)
-        self._ids = np.concatenate([empty, *(example.input_ids for example in examples)])
-        self._mask = np.concatenate(
-            [empty.astype(np.uint8), *(example.loss_mask for example in examples)]
-        )
+        self._examples = examples
 
     def pack(self, docs: np.ndarray) -> _Packed:
+        chosen = [self._examples[doc] for doc in docs.tolist()]
         lengths = self.lengths[docs]
-        starts = np.cumsum(lengths) - lengths
-        source = np.arange(int(lengths.sum())) + np.repeat(self._first[docs] - starts, lengths)
         return _Packed(
-            ids=self._ids[source].astype(np.int64),
-            mask=self._mask[source],
+            ids=np.concatenate([example.input_ids for example in chosen]).astype(np.int64),
+            mask=np.concatenate([example.loss_mask for example in chosen]),
             document=np.repeat(np.arange(len(docs)), lengths),
             docs=docs,
-            starts=starts,
+            starts=np.cumsum(lengths) - lengths,
             lengths=lengths,
         )
 
