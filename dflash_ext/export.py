@@ -11,20 +11,24 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dflash_ext.config import CommandParser, UserError, run_command
+from dflash_ext.config import CommandParser, UserError, from_dict, run_command
+from dflash_ext.config_values import shown
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.drafter.spec import DrafterSpec
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORED_DTYPES = {"float32", "bfloat16", "float16"}
+CHECKED_TEXTS = 3
 
 
 def write_export(
@@ -60,17 +64,54 @@ def write_export(
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def read_export(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
-    """The spec and the tensors of an exported drafter. Raises UserError if it cannot be read."""
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of an exported drafter, as it is. Raises UserError if there is none."""
     folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: found no such folder, want an exported drafter")
+    path = folder / CONFIG
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(
-            f"{folder}: found no readable drafter ({error}), want an export folder"
-        ) from error
-    return DrafterSpec.from_hf_config(config), tensors
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: found {error.strerror}, want an exported drafter") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: found no JSON ({error}), want an exported drafter") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: found {shown(config)}, want a JSON object")
+    return config
+
+
+def read_spec(folder: str | Path) -> DrafterSpec:
+    """The spec of an exported drafter. Raises UserError naming what is missing or wrong."""
+    return DrafterSpec.from_hf_config(read_config(folder), str(Path(folder) / CONFIG))
+
+
+def read_export(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
+    """The spec and the tensors of an exported drafter, all finite and of one floating dtype.
+
+    Raises UserError if it cannot be read. Names and shapes are for `check_tensors`.
+    """
+    folder = Path(folder)
+    spec = read_spec(folder)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        others = sorted(p.name for p in folder.iterdir() if p.name.startswith(("model", "pytorch")))
+        raise UserError(f"{path}: found {', '.join(others) or 'no such file'}, want the weights")
+    try:
+        tensors = load_file(path)
+    except OSError as error:
+        raise UserError(f"{path}: found {error.strerror or error}, want the weights") from None
+    except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{path}: found damaged contents ({error}), want the weights") from None
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    if len(dtypes) != 1 or not dtypes <= STORED_DTYPES:
+        found = ", ".join(sorted(dtypes)) or "no tensors"
+        raise UserError(f"{path}: found {found}, want one of {', '.join(sorted(STORED_DTYPES))}")
+    try:
+        check_finite(tensors, str(path))
+    except RuntimeError as error:
+        raise UserError(f"{error}, want finite weights") from None
+    return spec, tensors
 
 
 def check_tensors(model: nn.Module, tensors: Mapping[str, Tensor], place: str) -> None:
@@ -89,52 +130,6 @@ def check_finite(tensors: Mapping[str, Tensor], place: str) -> None:
             raise RuntimeError(f"{place}: {name} has non-finite values")
 
 
-@torch.no_grad()
-def check_export(folder: str | Path, model: DFlashDraftModel) -> list[str]:
-    """Reload an export and compare it with the model it was written from.
-
-    Names, shapes, dtypes, finiteness, config, and the outputs on random input: equal bits if the
-    stored dtype is the model's, else equal to those of the model rounded to it. Returns the lines
-    of a report; raises RuntimeError for the first difference.
-    """
-    spec, tensors = read_export(folder)
-    check_tensors(model, tensors, str(folder))
-    check_finite(tensors, str(folder))
-    if spec != model.spec:
-        raise RuntimeError(f"{folder}: config.json: found {spec}, want {model.spec}")
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    if len(dtypes) != 1:
-        raise RuntimeError(f"{folder}: found tensors of several dtypes {dtypes}, want one")
-    loaded = DFlashDraftModel.from_pretrained(folder)
-    states = {name: tensor.to("cpu", *dtypes) for name, tensor in model.state_dict().items()}
-    with torch.device("meta"):
-        rounded = DFlashDraftModel(model.spec)
-    rounded.load_state_dict(states, assign=True)
-    if not torch.equal(_probe(loaded), _probe(rounded)):
-        raise RuntimeError(f"{folder}: found other outputs than those of the model")
-    numbers = sum(tensor.numel() for tensor in tensors.values())
-    return [
-        f"{len(tensors)} tensors, {numbers:,} numbers, {str(*dtypes).removeprefix('torch.')}: "
-        "names, shapes, finiteness",
-        "config.json: reads back as the drafter that was trained",
-        "outputs on random input: equal to the model's",
-    ]
-
-
-def _probe(model: DFlashDraftModel, context: int = 20) -> Tensor:
-    """Outputs of two blocks over a random context."""
-    spec, generator = model.spec, torch.Generator().manual_seed(0)
-    dtype = next(model.parameters()).dtype
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    hidden = noise(context, len(spec.target_layer_ids) * spec.hidden_size)
-    ctx_kv = model.context(hidden, torch.arange(context))
-    ends = torch.tensor([context // 2, context])
-    return model(noise(2, spec.block_size, spec.hidden_size), ctx_kv, torch.zeros_like(ends), ends)
-
-
 def check_replaceable(folder: Path) -> None:
     """Raises UserError if `folder` holds anything but an export."""
     if not folder.exists():
@@ -145,7 +140,7 @@ def check_replaceable(folder: Path) -> None:
         raise UserError(f"{folder}: found {unknown!r}, want a new folder or an older export")
     if names:
         try:
-            read_export(folder)
+            read_spec(folder)
         except UserError as error:
             raise UserError(f"{folder}: want a new folder or an older export; {error}") from error
 
@@ -169,8 +164,11 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def load_run(run: Path, step: int | None) -> tuple[DFlashDraftModel, int]:
-    """The drafter of a run's checkpoint (default: the newest) and its step. Raises UserError."""
+def load_run(run: Path, step: int | None) -> tuple[DFlashDraftModel, dict[str, Any]]:
+    """The drafter of a run's checkpoint (default: the newest) and its meta data.
+
+    Raises UserError.
+    """
     from dflash_ext.checkpoint import CheckpointManager
     from dflash_ext.config import CheckpointConfig
 
@@ -180,10 +178,36 @@ def load_run(run: Path, step: int | None) -> tuple[DFlashDraftModel, int]:
     tensors, meta = CheckpointManager(folder, CheckpointConfig()).load(step)
     states = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
     with torch.device("meta"):
-        model = DFlashDraftModel(DrafterSpec.from_hf_config(meta["drafter"]))
+        model = DFlashDraftModel(DrafterSpec.from_hf_config(meta.get("drafter"), str(folder)))
     check_tensors(model, states, str(folder))
     model.load_state_dict(states, assign=True)
-    return model, meta["step"]
+    return model, meta
+
+
+def check_run(folder: Path, model: DFlashDraftModel, meta: dict[str, Any]) -> Iterator[str]:
+    """The lines of the whole check of an export: the files, then logits on the run's own text.
+
+    Raises UserError or ExportError, in the order of the lines.
+    """
+    from dflash_ext.data.conversations import load_examples
+    from dflash_ext.export_check import check_export
+    from dflash_ext.target import load_target, load_tokenizer
+    from dflash_ext.zlab import compare_logits
+
+    yield from check_export(folder, model)
+    cfg = from_dict(meta.get("config"), "the checkpoint's configuration")
+    tokenizer = load_tokenizer(cfg.model.target, cfg.model.revision)
+    target = load_target(
+        cfg.model.target, dtype=cfg.model.dtype, device="cpu", revision=cfg.model.revision
+    )
+    examples, _ = load_examples(
+        (cfg.data.eval or cfg.data.train)[:1],
+        tokenizer,
+        cfg.data,
+        mask_token_id=model.spec.mask_token_id,
+        vocab_size=target.info.vocab_size,
+    )
+    yield compare_logits(folder, target, examples[:CHECKED_TEXTS])
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
@@ -194,19 +218,24 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="stored dtype (default: as trained)")
-    parser.add_argument("--check", action="store_true", help="reload and compare with the model")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="reload it, read it as the engines do, compare logits with z-lab's package",
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Export the drafter of a checkpoint."""
     args = _arguments(sys.argv[1:] if argv is None else argv)
-    model, step = load_run(args.run, args.step)
+    check_replaceable(args.out.resolve())
+    model, meta = load_run(args.run, args.step)
     write_export(model, args.out, DTYPES.get(args.dtype))
-    print(f"wrote {args.out}: the drafter of {args.run} at step {step}")
+    print(f"wrote {args.out}: the drafter of {args.run} at step {meta['step']}")
     if args.check:
-        for line in check_export(args.out, model):
-            print(f"ok: {line}")
+        for line in check_run(args.out, model, meta):
+            print(line if line.startswith("note") else f"ok: {line}", flush=True)
 
 
 if __name__ == "__main__":

