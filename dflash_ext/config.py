@@ -168,7 +168,9 @@ class TrainConfig:
         0.04, "share of the steps with a linear warm-up", at_least=0, at_most=1
     )
     weight_decay: float = _doc(0.0, "decoupled weight decay; never applied to norms", at_least=0)
-    optimizer: Literal["adamw"] = _doc("adamw", "optimizer")
+    optimizer: Literal["adamw", "muon"] = _doc(
+        "adamw", "adamw, or muon: Muon for matrices (same rate and decay), AdamW for norms"
+    )
     grad_accum: int = _doc(1, "batches of one drafter in one optimizer step", at_least=1)
     max_grad_norm: float = _doc(1.0, "gradients are scaled down to this norm", above=0)
     max_anchors: int = _doc(512, "blocks of one batch", at_least=1)

@@ -1,0 +1,45 @@
+"""Launches Triton kernels from any thread, on the device of their tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Triton's caches are built without locks: two threads in a cold kernel can meet half of an entry.
+_lock = threading.Lock()
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **opts: Any
+) -> None:
+    """kernel[grid](*args, **opts) on the current stream of `device`; nothing for an empty grid."""
+    if 0 in grid:
+        return
+    # Triton's interpreter, for tests, runs on the CPU.
+    place = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with place, _lock:
+        kernel[grid](*args, **opts)
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU: the grid of kernels that loop over their work."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def next_power_of_two(n: int) -> int:
+    """The least power of two >= n, at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., C] as [N, C] whose rows are contiguous; a copy only where strides ask for it."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
