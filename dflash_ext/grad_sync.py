@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BUCKET_BYTES = 16 * 2**20
+from dflash_ext.grad_buckets import BucketPlan
+
+# NCCL needs long vectors; Gloo's work on one overlaps with the copy of the next.
+BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 POLL_S = 0.05
-# Gloo's own limit comes after ours: our message names the rank that is missing.
+# The library's own limit comes after ours: our message names the rank that is missing.
 GRACE_S = 5.0
 
 
@@ -27,9 +32,15 @@ def make_store() -> dist.Store:
 class GradSync:
     """One rank of the gradient all-reduce: made anywhere, then used by one drafter thread.
 
-    Gradients are copied into flat buckets, summed by the process group and copied back. Gloo adds
-    in an order that depends only on world size and bucket length, and hands the same bytes to
-    every rank: runs repeat bit for bit, and the drafters' weights cannot drift apart.
+    Gradients that lie side by side in memory are summed where they are, the others in flat buckets.
+    Gloo (CPU) and NCCL (GPU) hand the same bytes to every rank, and Gloo adds in an order that
+    depends only on world size and bucket length: the drafters' weights cannot drift apart.
+
+    On a GPU nothing waits for the sums but the stream that is current in ``finish``. Ranks of one
+    process share the driver's locks, and memory that one of them allocates waits for the GPUs of
+    all: a sum whose kernel runs on one GPU while another rank has not launched its own could stop
+    that rank for good. So the host threads meet before each launch, where a rank that is missing
+    is noticed in time, and again behind it.
 
     Args:
         rank, world: place of this drafter among all drafters of all machines. With ``world == 1``
@@ -41,8 +52,9 @@ class GradSync:
         timeout_s: longest wait for the other ranks, in every call.
         stop: event that makes every wait leave with an error; give the same one to all threads of
             a process so that ``abort()`` of one frees the others.
+        bucket_bytes: about how long a vector is; None: ``BUCKET_BYTES`` of the device.
 
-    Raises (``connect``, ``all_reduce``, ``barrier``):
+    Raises (``connect``, ``all_reduce``, ``start``, ``finish``, ``barrier``):
         RuntimeError: names this rank and, where known, the ranks that did not come, when another
             rank stays away longer than ``timeout_s``, fails, or ``stop`` is set.
     """
@@ -57,7 +69,7 @@ class GradSync:
         dtype: torch.dtype = torch.float32,
         timeout_s: float = 300.0,
         stop: threading.Event | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in [0, {world}), got {rank}")
@@ -65,14 +77,18 @@ class GradSync:
             raise ValueError("more than one rank needs a store to meet at")
         self.rank, self.world = rank, world
         self._device, self._dtype = torch.device(device), dtype
+        self._on_gpu = self._device.type == "cuda"
         self._timeout_s = timeout_s
         self._stop = stop if stop is not None else threading.Event()
+        if bucket_bytes is None:
+            bucket_bytes = BUCKET_BYTES[self._device.type]
         self._bucket_numel = max(1, bucket_bytes // dtype.itemsize)
-        self._shapes: list[torch.Size] | None = None
-        self._buckets: list[_Bucket] = []
+        self._plans: list[BucketPlan] = []
+        self._started: list[tuple[BucketPlan, Sequence[Tensor], list[dist.Work]]] = []
         self._calls = 0
+        self._meetings = 0
         self._unfinished = 0
-        self._group: dist.ProcessGroupGloo | None = None
+        self._group: Any = None  # torch does not declare what its groups can do
         # A clone has a connection of its own: one that a rank waits on is closed to all others.
         own = (store or make_store()).clone()  # type: ignore[attr-defined]
         self._store = dist.PrefixStore("grad_sync", own)
@@ -82,9 +98,15 @@ class GradSync:
         if self.world == 1:
             return
         self._gather_from_all("calls", "0", "rendezvous")
-        self._group = _make_group(
-            self._store, self.rank, self.world, self._device, self._timeout_s + GRACE_S
-        )
+        timeout_s = self._timeout_s + GRACE_S
+        if self._on_gpu:
+            self._group = _make_nccl(self._store, self.rank, self.world, timeout_s)
+            # Connections are made, and kernels loaded, before any step is under way.
+            self._wait(self._start_sum(torch.zeros(1, device=self._device)), "rendezvous")
+            self._synchronize("rendezvous")
+            self._meet("rendezvous")
+        else:
+            self._group = _make_gloo(self._store, self.rank, self.world, timeout_s)
 
     def all_reduce(self, grads: Sequence[Tensor]) -> None:
         """Replaces every tensor by its sum over all ranks, in place.
@@ -94,49 +116,88 @@ class GradSync:
         Raises:
             ValueError: they do not.
         """
+        self.start(grads)
+        self.finish()
+
+    def start(self, grads: Sequence[Tensor]) -> None:
+        """Begins the sum of some gradients, which nobody may touch until ``finish``.
+
+        All ranks call it with the same parts of their gradients in the same order, in every step.
+
+        Raises:
+            ValueError: they do not.
+        """
         if self.world == 1:
             return
-        self._check_shapes(grads)
-        # Every bucket is under way before the first wait: copies overlap with transfers.
-        works = []
-        for bucket in self._buckets:
-            bucket.gather(grads)
-            works.append(self._start_sum(bucket.flat))
-        for bucket, work in zip(self._buckets, works, strict=True):
-            self._wait(work, "all-reduce")
-            bucket.scatter(grads)
+        plan = self._plan(grads)
+        vectors = plan.gather(grads)
+        if self._on_gpu:
+            self._meet("all-reduce")
+        # Every vector is under way before the first wait: copies overlap with transfers.
+        works = [self._start_sum(vector) for vector in vectors]
+        self._started.append((plan, grads, works))
+        if self._on_gpu:
+            self._meet("all-reduce")
+
+    def finish(self) -> None:
+        """Ends all sums begun since the last call; on a GPU, for the current stream."""
+        for plan, grads, works in self._started:
+            for work in works:
+                self._wait(work, "all-reduce")
+            plan.scatter(grads)
+        self._started = []
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        if self.world > 1:
-            self._wait(self._start_sum(torch.zeros(1, device=self._device)), "barrier")
+        if self.world == 1:
+            return
+        if self._group is None:
+            raise RuntimeError(f"rank {self.rank}: not connected")
+        if self._on_gpu:
+            self._meet("barrier")
+        else:
+            self._wait(self._start_sum(torch.zeros(1)), "barrier")
 
     def abort(self) -> None:
         """Makes every rank that shares ``stop`` leave its wait. Any thread may call it."""
         self._stop.set()
 
     def close(self) -> None:
-        """Leaves the group without waiting; later calls raise RuntimeError."""
-        if self._group is not None:
-            if self._unfinished:
-                # Its destructor would wait for transfers that a missing rank holds up: never run it
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-            self._group = None
+        """Leaves the group without waiting for a rank that failed; later calls raise RuntimeError.
 
-    def _check_shapes(self, grads: Sequence[Tensor]) -> None:
-        shapes = [grad.shape for grad in grads]
-        if self._shapes is None:
-            # Gloo would hang or read past the end where the ranks' lengths differ.
+        On a GPU the ranks part together if none has failed: the last one's kernel may still read
+        the others' memory.
+        """
+        if self._group is None:
+            return
+        if self._on_gpu:
+            with contextlib.suppress(RuntimeError):
+                if not self._started:
+                    self._synchronize("close")
+                    self._meet("close")
+            self._group.abort()
+        elif self._unfinished:
+            # Its destructor would wait for transfers that a missing rank holds up: never run it
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._group = None
+
+    def _plan(self, grads: Sequence[Tensor]) -> BucketPlan:
+        """The plan of the next part of a step; made, and compared with all ranks', in the first."""
+        index, shapes = len(self._started), [grad.shape for grad in grads]
+        if index == len(self._plans):
+            # The libraries would hang or read past the end where the ranks' lengths differ.
             mine = str([tuple(shape) for shape in shapes])
-            for rank, theirs in enumerate(self._gather_from_all("shapes", mine, "all-reduce")):
+            everyone = self._gather_from_all(f"shapes/{index}", mine, "all-reduce")
+            for rank, theirs in enumerate(everyone):
                 if theirs != mine:
                     raise ValueError(
                         f"rank {self.rank}: gradients of shapes {mine}, rank {rank} has {theirs}"
                     )
-            self._shapes = shapes
-            self._buckets = _make_buckets(shapes, self._bucket_numel, self._dtype, self._device)
-        if shapes != self._shapes:
+            plan = BucketPlan(grads, self._bucket_numel, self._dtype, self._device)
+            self._plans.append(plan)
+        if shapes != self._plans[index].shapes:
             raise ValueError(f"rank {self.rank}: gradients changed their shapes between calls")
+        return self._plans[index]
 
     def _gather_from_all(self, key: str, value: str, what: str) -> list[str]:
         """Every rank's value of ``key``, once all are there."""
@@ -144,23 +205,47 @@ class GradSync:
         self._store.set(keys[self.rank], value)
 
         def all_there() -> bool:
-            there = self._store.check(keys)
-            if not there:
-                time.sleep(POLL_S)
-            return there
+            # Ends with the slice or, of course, when all have come; both are asked for below.
+            with contextlib.suppress(RuntimeError):
+                self._store.wait(keys, datetime.timedelta(seconds=POLL_S))
+            return self._store.check(keys)
 
         self._poll(what, all_there, keys)
         return [self._store.get(k).decode() for k in keys]
+
+    def _meet(self, what: str) -> None:
+        """Returns when the threads of all ranks have come as far."""
+        self._meetings += 1
+        self._gather_from_all(f"meeting/{self._meetings}", "", what)
+        # All have come, so none waits for the meeting before.
+        self._store.delete_key(f"meeting/{self._meetings - 1}/{self.rank}")
+
+    def _synchronize(self, what: str) -> None:
+        """Waits for the current stream."""
+        event = torch.cuda.current_stream(self._device).record_event()
+
+        def done() -> bool:
+            if event.query():
+                return True
+            time.sleep(1e-3)
+            return False
+
+        self._poll(what, done, [])
 
     def _start_sum(self, flat: Tensor) -> dist.Work:
         if self._group is None:
             raise RuntimeError(f"rank {self.rank}: not connected")
         self._calls += 1
         self._unfinished += 1
-        self._store.set(f"calls/{self.rank}", str(self._calls))
+        if not self._on_gpu:
+            self._store.set(f"calls/{self.rank}", str(self._calls))
         options = dist.AllreduceOptions()
         options.asyncOp = True
-        return self._group.allreduce([flat], options)  # type: ignore[attr-defined]
+        try:
+            work: dist.Work = self._group.allreduce([flat], options)
+            return work
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self.rank}: all-reduce failed: {error}") from error
 
     def _wait(self, work: dist.Work, what: str) -> None:
         def done() -> bool:
@@ -169,14 +254,15 @@ class GradSync:
                 work.wait(datetime.timedelta(seconds=POLL_S))
             return work.is_completed()
 
-        self._poll(what, done)
+        if not self._on_gpu:
+            self._poll(what, done)
         try:
-            work.wait()
+            work.wait()  # on a GPU: of the current stream, not of this thread
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank}: {what} failed: {error}") from error
         self._unfinished -= 1
 
-    def _poll(self, what: str, done: Callable[[], bool], keys: Sequence[str] = ()) -> None:
+    def _poll(self, what: str, done: Callable[[], bool], keys: Sequence[str] | None = None) -> None:
         """Calls ``done`` (which blocks for about POLL_S) until it holds."""
         deadline = time.monotonic() + self._timeout_s
         while not done():
@@ -188,9 +274,9 @@ class GradSync:
                     f" waiting for {self._laggards(keys)}"
                 )
 
-    def _laggards(self, keys: Sequence[str]) -> str:
+    def _laggards(self, keys: Sequence[str] | None) -> str:
         """The ranks without their key or, without keys, those that made fewer calls than this."""
-        if keys:
+        if keys is not None:
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         else:
             calls = [int(self._store.get(f"calls/{rank}")) for rank in range(self.world)]
@@ -200,12 +286,9 @@ class GradSync:
         return f"rank {', '.join(map(str, late))}"
 
 
-def _make_group(
-    store: dist.PrefixStore, rank: int, world: int, device: torch.device, timeout_s: float
+def _make_gloo(
+    store: dist.PrefixStore, rank: int, world: int, timeout_s: float
 ) -> dist.ProcessGroupGloo:
-    """The process group for gradients on ``device``; NCCL for GPUs belongs here."""
-    if device.type != "cpu":
-        raise NotImplementedError(f"no gradient all-reduce for {device.type} yet")
     timeout = datetime.timedelta(seconds=timeout_s)
     if not isinstance(store.underlying_store, dist.HashStore):
         return dist.ProcessGroupGloo(store, rank, world, timeout)
@@ -217,37 +300,14 @@ def _make_group(
     return dist.ProcessGroupGloo(store, rank, world, options)
 
 
-class _Bucket:
-    """A flat buffer and, for each gradient in it, a view of that gradient's shape."""
-
-    def __init__(self, first: int, shapes: Sequence[torch.Size], flat: Tensor) -> None:
-        self.flat = flat
-        self._slice = slice(first, first + len(shapes))
-        parts = flat.split([shape.numel() for shape in shapes])
-        self._views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def gather(self, grads: Sequence[Tensor]) -> None:
-        torch._foreach_copy_(self._views, list(grads[self._slice]))
-
-    def scatter(self, grads: Sequence[Tensor]) -> None:
-        torch._foreach_copy_(list(grads[self._slice]), self._views)
-
-
-def _make_buckets(
-    shapes: Sequence[torch.Size], numel: int, dtype: torch.dtype, device: torch.device
-) -> list[_Bucket]:
-    """Consecutive runs of at most ``numel`` elements; a gradient larger than that stays whole."""
-    runs: list[list[torch.Size]] = []
-    room = 0
-    for shape in shapes:
-        if not runs or shape.numel() > room:
-            runs.append([])
-            room = numel
-        runs[-1].append(shape)
-        room -= shape.numel()
-    buckets, first = [], 0
-    for run in runs:
-        flat = torch.empty(sum(s.numel() for s in run), dtype=dtype, device=device)
-        buckets.append(_Bucket(first, run, flat))
-        first += len(run)
-    return buckets
+def _make_nccl(
+    store: dist.PrefixStore, rank: int, world: int, timeout_s: float
+) -> dist.ProcessGroupNCCL:
+    # A transfer that exceeds its limit is taken off the GPU, and the next call raises: by default
+    # NCCL's watchdog would end the whole process.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    # The sums run beside the backward pass: their few blocks must not queue behind its many.
+    options.is_high_priority_stream = True
+    return dist.ProcessGroupNCCL(store, rank, world, options)

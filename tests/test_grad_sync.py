@@ -120,6 +120,116 @@ def test_bfloat16_gradients_are_summed_in_float32() -> None:
         torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-6)
 
 
+def flat_gradients(rank: int, call: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Gradients that are neighbours in one buffer."""
+    parts = gradients(rank, call)
+    flat = torch.cat([part.flatten() for part in parts])
+    views = flat.split([part.numel() for part in parts])
+    return flat, [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
+
+
+@pytest.mark.parametrize("bucket_bytes", [4, 256, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neighbours_in_memory_are_summed_where_they_are(
+    bucket_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda into, out: copied.append(len(into)) or copy(into, out)
+    )
+
+    def body(sync: GradSync) -> list[torch.Tensor]:
+        sums = []
+        for call in range(2):
+            flat, grads = flat_gradients(sync.rank, call)
+            sync.all_reduce(grads)
+            sums.append(flat)
+        return sums
+
+    results, errors = run_ranks(2, body, bucket_bytes=bucket_bytes, dtype=dtype)
+    assert errors == [None, None]
+    for call in range(2):
+        a, b = (flat_gradients(rank, call)[0].to(dtype) for rank in range(2))
+        assert torch.equal(results[0][call], (a + b).float())
+        assert torch.equal(results[1][call], (a + b).float())
+    assert bool(copied) == (dtype == torch.bfloat16)
+
+
+def test_neighbours_that_move_apart_are_refused() -> None:
+    def body(sync: GradSync) -> None:
+        sync.all_reduce(flat_gradients(sync.rank, 0)[1])
+        sync.all_reduce(gradients(sync.rank, 1))
+
+    _, errors = run_ranks(2, body, timeout_s=5)
+    assert all(isinstance(e, ValueError) and "moved apart" in str(e) for e in errors)
+
+
+def test_sums_begun_in_parts() -> None:
+    def body(sync: GradSync) -> list[list[torch.Tensor]]:
+        reduced = []
+        for call in range(3):
+            grads = flat_gradients(sync.rank, call)[1]
+            sync.start(grads[4:])
+            sync.start(grads[1:4])
+            time.sleep(0.05 * sync.rank)
+            sync.start(grads[:1])
+            sync.finish()
+            reduced.append(grads)
+        return reduced
+
+    results, errors = run_ranks(2, body)
+    assert errors == [None, None]
+    for call in range(3):
+        for grads in (results[0][call], results[1][call]):
+            for got, a, b in zip(grads, gradients(0, call), gradients(1, call), strict=True):
+                assert torch.equal(got, a + b)
+
+
+def test_parts_in_another_order_are_refused() -> None:
+    def body(sync: GradSync) -> None:
+        parts = [torch.ones(3)], [torch.ones(2)]
+        for part in parts if sync.rank == 0 else parts[::-1]:
+            sync.start(part)
+        sync.finish()
+
+    _, errors = run_ranks(2, body, timeout_s=5)
+    assert str(errors[0]) == "rank 0: gradients of shapes [(3,)], rank 1 has [(2,)]"
+    assert isinstance(errors[1], ValueError)
+
+
+def test_threads_that_meet_wait_for_each_other() -> None:
+    """What stands before and behind every launch on GPUs."""
+    arrived = []
+
+    def body(sync: GradSync) -> list[int]:
+        seen = []
+        for meeting in range(20):
+            if (meeting + sync.rank) % 3 == 0:
+                time.sleep(0.01)
+            arrived.append(meeting)
+            sync._meet("all-reduce")
+            seen.append(arrived.count(meeting))
+        return seen
+
+    store = make_store()
+    results, errors = run_ranks(3, body, store=store)
+    assert errors == [None] * 3
+    assert results == [[3] * 20] * 3
+    assert store.num_keys() < 20, "meetings leave their keys behind"
+
+
+def test_meeting_names_the_rank_that_is_missing() -> None:
+    def body(sync: GradSync) -> None:
+        sync._meet("all-reduce")
+        if sync.rank != 1:
+            sync._meet("all-reduce")
+
+    _, errors = run_ranks(3, body, timeout_s=0.5)
+    assert str(errors[0]) == "rank 0: all-reduce timed out after 0.5 s waiting for rank 1"
+    assert errors[1] is None
+
+
 def test_one_rank_does_nothing() -> None:
     sync = GradSync(0, 1)
     sync.connect()
