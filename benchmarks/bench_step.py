@@ -28,6 +28,7 @@ from benchmarks.step_parts import PARTS, breakdown, profiled
 from benchmarks.step_problem import CE, KL, KL_CE, SHAPES, Problem, Terms, make_problem
 from dflash_ext import ops
 from dflash_ext.drafter.loss import train_batch
+from dflash_ext.grad_sync import GradSync
 from dflash_ext.optim import DrafterOptimizer
 
 MIN_SECONDS = {"cpu": 0.2, "cuda": 4.0}
@@ -45,19 +46,28 @@ class Step:
         self.problem = problem
         self.optimizer = DrafterOptimizer(problem.model.named_parameters(), problem.train, 10**6)
 
-    def run(self, terms: Terms) -> Tensor:
-        """Forward and backward; returns the loss []."""
+    def run(
+        self, terms: Terms, *, group: int | None = None, sync: GradSync | None = None
+    ) -> Tensor:
+        """Forward and backward; with `sync`, also the sum of the gradients. Returns the loss []."""
         problem = self.problem
-        for parameter in problem.model.parameters():
-            parameter.grad = None
-        return train_batch(
+        if self.optimizer.flat is not None:
+            self.optimizer.flat.grad.zero_()
+        else:
+            for parameter in self.optimizer.params:
+                parameter.grad = None
+        loss = train_batch(
             problem.model,
             problem.head,
             problem.plan,
             problem.hidden,
             objective=problem.objective(terms),
             last_hidden=problem.last if terms.kl else None,
+            group=group,
         )
+        if sync is not None:
+            sync.all_reduce([p.grad for p in self.optimizer.params if p.grad is not None])
+        return loss
 
     def gradients(self) -> dict[str, Tensor]:
         named = self.problem.model.named_parameters()
@@ -124,8 +134,10 @@ def _peers(
     yield "specforge", CE, lambda: step_peers.specforge(problem, compiled=False)
     if problem.hidden.is_cuda:
         yield "specforge compiled", CE, lambda: step_peers.specforge(problem, compiled=True)
-    yield "speculators KL", KL, lambda: step_peers.speculators(problem, KL)
-    yield "speculators CE", CE, lambda: step_peers.speculators(problem, CE)
+    for losses in ("fused", "eager") if problem.hidden.is_cuda else ("eager",):
+        for terms in (KL, CE):
+            make = functools.partial(step_peers.speculators, problem, terms, losses=losses)
+            yield f"speculators, {losses} loss", terms, make
 
 
 def _timed(
@@ -253,10 +265,10 @@ def _refused(problem: Problem, terms: Terms, who: str, failure: Exception) -> Ro
 def _words(failure: Exception) -> str:
     if isinstance(failure, ImportError):
         return f"missing: {failure}"
-    if not isinstance(failure, CheckFailed):
+    if not isinstance(failure, CheckFailed):  # unexpected
         traceback.print_exception(failure)
     kind = "failed its check" if isinstance(failure, CheckFailed) else type(failure).__name__
-    return f"{kind}: {failure}"[:300]
+    return f"{kind}: {failure}".splitlines()[0][:300]
 
 
 def main() -> int:

@@ -102,8 +102,9 @@ def specforge(problem: Problem, *, compiled: bool) -> Peer:
     )
 
 
-def speculators(problem: Problem, terms: Terms) -> Peer:
-    """speculators' DFlashDraftModel, which compiles itself on a GPU, with its fused losses."""
+def speculators(problem: Problem, terms: Terms, *, losses: str) -> Peer:
+    """speculators' DFlashDraftModel, which compiles itself on a GPU. losses: "fused" (its own
+    Triton kernels, the default there) or "eager" (torch, compiled with the rest)."""
     release = version("speculators")
     for name in (*SERVER_MODULES, *DATA_MODULES):
         if name not in sys.modules and not installed(name):
@@ -118,7 +119,7 @@ def speculators(problem: Problem, terms: Terms) -> Peer:
     core.select_anchors = lambda *_: given
     # Its compiled mask builder takes minutes in ptxas with torch 2.11; it is no part of the step.
     core._compiled_create_block_mask = core.create_block_mask
-    if on_gpu:
+    if on_gpu and losses == "fused":
         keep_compiler_out(importlib.import_module("speculators.losses.fused"))
     torch._dynamo.reset()
     layer = qwen3_config(problem, "simple_flex_attention" if on_gpu else "eager")
@@ -145,13 +146,11 @@ def speculators(problem: Problem, terms: Terms) -> Peer:
         "document_ids": documents[None],
         "position_ids": torch.arange(ids.shape[1], device=device).repeat(ids.shape[0])[None],
         "max_anchors": problem.plan.anchors.numel(),
-        "loss_config": resolve_loss_config(
-            "kl_div" if terms == KL else "ce", "fused" if on_gpu else "eager"
-        ),
+        "loss_config": resolve_loss_config("kl_div" if terms == KL else "ce", losses),
         "gamma": GAMMA,
     }
     return Peer(
-        f"speculators {release}{' compiled' if on_gpu else ''}",
+        f"speculators {release}{' compiled' if on_gpu else ''}, {losses} loss",
         terms,
         params,
         lambda: drafter(**inputs)[1],
@@ -222,10 +221,10 @@ def loss_mask(problem: Problem) -> Tensor:
 
 
 def keep_compiler_out(module: types.ModuleType) -> None:
-    """Dynamo of torch 2.11 fails inside the fused losses."""
-    for value in list(vars(module).values()):
-        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-            value.apply = staticmethod(torch.compiler.disable(value.apply))  # type: ignore[method-assign]
+    """Dynamo of torch 2.11 fails on the autotuned kernels inside the fused losses."""
+    for name, value in list(vars(module).items()):
+        if name.startswith("fused_") and callable(value):
+            setattr(module, name, torch.compiler.disable(value))
 
 
 def installed(module: str) -> bool:

@@ -1,12 +1,13 @@
 """bench_step at toy size: nothing is timed unchecked, nothing that is missing goes unsaid."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import bench_step, step_peers
+from benchmarks import bench_step, step_anchors, step_peers, step_two
 from benchmarks.step_check import CheckFailed, Reference, kind_errors
 from benchmarks.step_floor import Floor, step_gemms
 from benchmarks.step_parts import PARTS, Record, breakdown, part_of
@@ -62,8 +63,8 @@ def test_step_is_checked_and_timed_beside_its_floor(
     assert all(row["us"] > row["peer_us"] > 0 for row in rows if "peer_us" in row)
     assert refused(rows) == {
         ("toy CE", "specforge"): "missing: specforge is not installed",
-        ("toy KL", "speculators KL"): "missing: speculators is not installed",
-        ("toy CE", "speculators CE"): "missing: speculators is not installed",
+        ("toy KL", "speculators, eager loss"): "missing: speculators is not installed",
+        ("toy CE", "speculators, eager loss"): "missing: speculators is not installed",
         ("toy N59 CE", "Liger"): "missing: liger-kernel is not installed",
     }
 
@@ -106,7 +107,7 @@ def test_peers_are_held_to_the_same_loss(
 ) -> None:
     no_peers(monkeypatch)
 
-    def make(problem: Problem, terms: Terms) -> step_peers.Peer:
+    def make(problem: Problem, terms: Terms, losses: str) -> step_peers.Peer:
         peer = fake_peer(problem, terms, 2.5)
         peer.loss_scale *= claimed
         return peer
@@ -116,7 +117,7 @@ def test_peers_are_held_to_the_same_loss(
     theirs = {("toy CE", "Fake 1.0"), ("toy KL", "Fake 1.0")}
     assert theirs <= timed(rows) if claimed == 1.0 else not theirs & timed(rows)
     if claimed != 1.0:
-        assert refused(rows)["toy KL", "speculators KL"].startswith(
+        assert refused(rows)["toy KL", "speculators, eager loss"].startswith(
             "failed its check: loss 1.0e-02"
         )
 
@@ -222,3 +223,47 @@ def test_parts_at_toy_size(problem: Problem) -> None:
     assert sum(row["share"] for row in rows) == pytest.approx(1.0)
     for part in ("projections", "mlp", "attention", "loss", "optimizer"):
         assert rows[PARTS.index(part)]["ms"] > 0
+
+
+def test_two_drafters_keep_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = step_two.rate("toy", [CPU, CPU], steps=1, rounds=1)
+    for rank in range(2):
+        drafter = found[f"drafter {rank}"]
+        assert isinstance(drafter, dict)
+        assert drafter["rows"] == 80 and drafter["share_of_alone"] > 0
+
+    class Wrong(step_two.GradSync):
+        def all_reduce(self, grads: Sequence[torch.Tensor]) -> None:
+            super().all_reduce(grads)
+            grads[0].add_(1e-3 * self.rank)
+
+    monkeypatch.setattr(step_two, "GradSync", Wrong)
+    with pytest.raises(RuntimeError, match="weights differ after 4 steps"):
+        step_two.rate("toy", [CPU, CPU], steps=1, rounds=1)
+
+
+def test_drafter_that_fails_stops_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = step_two.Drafter.train
+
+    def failing(drafter: step_two.Drafter, steps: int, *, together: bool = True) -> None:
+        if drafter.rank == 1:
+            raise ZeroDivisionError("broken")
+        train(drafter, steps, together=together)
+
+    monkeypatch.setattr(step_two.Drafter, "train", failing)
+    with pytest.raises(RuntimeError, match=r"drafter 1: ZeroDivisionError\('broken'\)"):
+        step_two.rate("toy", [CPU, CPU], steps=1, rounds=1)
+
+
+def test_cold_starts_count_failures() -> None:
+    found = step_two.cold("toy", [CPU, CPU], starts=1, jobs=1)
+    assert found["failures"] == [] and len(found["digests"]) == 1
+    found = step_two.cold("toy", [CPU, torch.device("cuda:99")], starts=1, jobs=1)
+    assert len(found["failures"]) == 1 and found["digests"] == []
+
+
+def test_numbers_of_anchors_over_one_context() -> None:
+    shape = dataclasses.replace(SHAPES["toy"], documents=3, tokens=60)
+    rows = step_anchors.measure_anchors(shape, [48, 12], 12, CPU)
+    assert [row["query_rows"] for row in rows] == [192, 48]
+    assert all(row["context_tokens"] == 180 and row["rows_per_s"] > 0 for row in rows)

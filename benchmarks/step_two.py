@@ -1,0 +1,250 @@
+"""Two drafter threads on two GPUs: cold starts, equal weights, and the rate beside one alone.
+
+python -m benchmarks.step_two rate [--devices cuda:0 cuda:1] [--shape 27b]
+python -m benchmarks.step_two cold [--starts 20] [--jobs 4] [--shape small]
+
+Each thread makes the drafter's step, the all-reduce and the optimizer step. `rate` times phases in
+turns: one drafter alone, both together. `cold` starts fresh processes whose threads set off at the
+same moment, the first of them with an empty Triton cache; each must end without an error and with
+bit-identical weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from benchmarks.bench_step import Step, problem_on
+from benchmarks.run import facts
+from benchmarks.step_problem import CE, SHAPES, Problem
+from dflash_ext.grad_sync import GradSync, make_store
+
+WARM_STEPS = 3
+JOIN_S = 240.0
+
+
+class Drafters:
+    """One thread per device, from the building of its drafter on."""
+
+    def __init__(self, shape: str, devices: list[torch.device]) -> None:
+        self.shape, self.devices = shape, devices
+        self.world = len(devices)
+        self.start = threading.Barrier(self.world)
+        self.stop = threading.Event()
+        self.errors: list[str] = []
+        self.store = make_store()
+
+    def run(self, body: Callable[[Drafter], None]) -> list[Drafter]:
+        """Runs `body` in every thread at once; raises RuntimeError with the first error."""
+        drafters = [Drafter(self, rank) for rank in range(self.world)]
+        threads = [
+            threading.Thread(target=self._guarded, args=(drafter, body), daemon=True)
+            for drafter in drafters
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(JOIN_S)
+        if any(thread.is_alive() for thread in threads):
+            self.errors.append(f"a drafter hangs after {JOIN_S:g} s")
+        if self.errors:
+            raise RuntimeError(self.errors[0])
+        return drafters
+
+    def _guarded(self, drafter: Drafter, body: Callable[[Drafter], None]) -> None:
+        try:
+            self.start.wait()
+            drafter.build()
+            body(drafter)
+            drafter.sync.close()
+        except BaseException as error:
+            self.errors.append(f"drafter {drafter.rank}: {error!r}")
+            traceback.print_exc()
+            self.stop.set()
+            self.start.abort()
+            drafter.sync.close()
+
+
+class Drafter:
+    """A rank: its model, data of its own, and its steps."""
+
+    step: Step
+
+    def __init__(self, owner: Drafters, rank: int) -> None:
+        self.owner, self.rank = owner, rank
+        self.device = owner.devices[rank]
+        self.sync = GradSync(
+            rank, owner.world, owner.store, self.device, timeout_s=60.0, stop=owner.stop
+        )
+        self.seconds: dict[str, list[float]] = {"alone": [], "both": []}
+        self.done = 0
+
+    def build(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))
+        self.sync.connect()
+        self.step = Step(self._problem())
+
+    def _problem(self) -> Problem:
+        """The same weights in every rank, hidden states of its own, the whole step's weights."""
+        problem = problem_on(self.device, self.owner.shape)
+        generator = torch.Generator(self.device).manual_seed(100 + self.rank)
+        problem.hidden.normal_(generator=generator)
+        plan = problem.plan
+        return dataclasses.replace(
+            problem, plan=dataclasses.replace(plan, weight_sum=plan.weight_sum * self.owner.world)
+        )
+
+    def train(self, steps: int, *, together: bool = True) -> None:
+        for _ in range(steps):
+            self.step.run(CE, sync=self.sync if together else None)
+            self.step.optimizer.step(self.done)
+            self.done += 1
+
+    def timed(self, steps: int, phase: str) -> None:
+        """Adds the seconds per step of a phase."""
+        begin = time.perf_counter()
+        self.train(steps, together=phase == "both")
+        self.wait()
+        self.seconds[phase].append((time.perf_counter() - begin) / steps)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def digest(self) -> str:
+        """Of all weights and of their masters."""
+        self.wait()
+        optimizer = self.step.optimizer
+        found = hashlib.sha256()
+        for tensor in (*optimizer.params, *optimizer.masters):
+            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+
+def equal_weights(drafters: list[Drafter]) -> str:
+    digests = [drafter.digest() for drafter in drafters]
+    if len(set(digests)) != 1:
+        raise RuntimeError(f"weights differ after {drafters[0].done} steps: {digests}")
+    return digests[0]
+
+
+def rate(shape: str, devices: list[torch.device], steps: int, rounds: int) -> dict[str, object]:
+    owner = Drafters(shape, devices)
+    digests: list[str] = [""] * owner.world
+
+    def body(drafter: Drafter) -> None:
+        drafter.train(WARM_STEPS + steps)
+        digests[drafter.rank] = drafter.digest()
+        for _ in range(rounds):
+            for rank in range(owner.world):
+                owner.start.wait()
+                if rank == drafter.rank:
+                    drafter.timed(steps, "alone")
+            owner.start.wait()
+            drafter.timed(steps, "both")
+
+    drafters = owner.run(body)
+    if len(set(digests)) != 1:
+        raise RuntimeError(f"weights differ after {WARM_STEPS + steps} steps: {digests}")
+    result: dict[str, object] = {"weights": digests[0], "steps": WARM_STEPS + steps}
+    rows = drafters[0].step.problem.plan.labels.numel()
+    for drafter in drafters:
+        alone, both = (statistics.median(drafter.seconds[x]) for x in ("alone", "both"))
+        result[f"drafter {drafter.rank}"] = {
+            "device": str(drafter.device),
+            "rows": rows,
+            "alone_ms": alone * 1e3,
+            "both_ms": both * 1e3,
+            "share_of_alone": alone / both,
+        }
+    return result
+
+
+def one_cold_start(shape: str, devices: list[torch.device]) -> None:
+    """In a fresh process: five steps from nothing, then the digest."""
+    drafters = Drafters(shape, devices).run(lambda drafter: drafter.train(5))
+    print("weights", equal_weights(drafters), flush=True)
+
+
+def cold(shape: str, devices: list[torch.device], starts: int, jobs: int) -> dict[str, object]:
+    """All of `starts` fresh processes; the first one alone, since it fills a Triton cache."""
+    command = [sys.executable, "-m", "benchmarks.step_two", "once", "--shape", shape, "--devices"]
+    command += [str(device) for device in devices]
+
+    def start(environment: dict[str, str]) -> tuple[float, str]:
+        begin = time.perf_counter()
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, **environment},
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+        except subprocess.TimeoutExpired:
+            return time.perf_counter() - begin, "error: no end within 300 s"
+        words = done.stdout.split()
+        ok = done.returncode == 0 and words[:1] == ["weights"]
+        error = f"error: exit {done.returncode}: {done.stderr.strip()[-2000:]}"
+        return time.perf_counter() - begin, words[1] if ok else error
+
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"TRITON_CACHE_DIR": folder}
+        results = [start(environment)]
+        with ThreadPoolExecutor(jobs) as pool:
+            results += pool.map(start, [environment] * (starts - 1))
+    failures = [words for _, words in results if words.startswith("error")]
+    return {
+        "starts": starts,
+        "failures": failures,
+        "digests": sorted({words for _, words in results if not words.startswith("error")}),
+        "first_s": results[0][0],
+        "median_s": statistics.median(seconds for seconds, _ in results),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["rate", "cold", "once"])
+    parser.add_argument("--devices", nargs="+", type=torch.device, default=None)
+    parser.add_argument("--shape", choices=list(SHAPES))
+    parser.add_argument("--steps", type=int, default=8, help="of a timed phase")
+    parser.add_argument("--rounds", type=int, default=3, help="of phases")
+    parser.add_argument("--starts", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here")
+    arguments = parser.parse_args()
+    devices = arguments.devices or [torch.device("cuda", i) for i in range(2)]
+    if arguments.what == "once":
+        one_cold_start(arguments.shape or "small", devices)
+        return 0
+    if arguments.what == "rate":
+        result = rate(arguments.shape or "27b", devices, arguments.steps, arguments.rounds)
+    else:
+        result = cold(arguments.shape or "small", devices, arguments.starts, arguments.jobs)
+    report = {"conditions": facts(devices[0]), **result}
+    print(json.dumps(report, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if result.get("failures") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
