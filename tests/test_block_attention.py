@@ -1,6 +1,5 @@
 """block_attention against its specification in fp64, and the specification against SDPA."""
 
-import dataclasses
 import itertools
 import os
 import subprocess
@@ -8,78 +7,12 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
+from block_attention_cases import MASKS, NAMES, error, errors, make_case, sdpa
 from torch import Tensor
 
 from dflash_ext.ops import block_attention
 from dflash_ext.ops.block_attention.naive import block_attention_naive, visible_keys
-
-MASKS = [
-    {},
-    {"causal": True},
-    {"window": 7},
-    {"window": 3, "causal": True},
-    {"window": 1},
-    {"window": 1000},
-]
-NAMES = ("out", "q", "k_ctx", "v_ctx", "k_blk", "v_blk")
-
-
-@dataclasses.dataclass
-class Case:
-    tensors: list[Tensor]  # q, k_ctx, v_ctx, k_blk, v_blk
-    ctx_start: Tensor
-    ctx_end: Tensor
-    grad_out: Tensor
-
-    def run(self, function, dtype: torch.dtype, **options) -> dict[str, Tensor]:
-        """Output and gradients of an attention function with inputs in `dtype`."""
-        inputs = [x.detach().to(dtype, copy=True).requires_grad_() for x in self.tensors]
-        scale = inputs[0].shape[-1] ** -0.5
-        out = function(*inputs, self.ctx_start, self.ctx_end, scale=scale, **options)
-        out = out[0] if isinstance(out, tuple) else out
-        out.backward(self.grad_out.to(dtype))
-        return dict(zip(NAMES, [out.detach(), *(x.grad for x in inputs)], strict=True))
-
-
-def make_case(
-    blocks: int,
-    slots: int,
-    heads: tuple[int, int],
-    dim: int,
-    context: int,
-    dtype: torch.dtype = torch.float32,
-    longest: int = 40,
-) -> Case:
-    """Overlapping, unsorted blocks, the first two with one anchor; the last is padding."""
-    shapes = [
-        (blocks, slots, heads[0], dim),
-        *[(context, heads[1], dim)] * 2,
-        *[(blocks, slots, heads[1], dim)] * 2,
-    ]
-    end = torch.randint(0, context + 1, (blocks,))
-    start = (end - torch.randint(0, longest, (blocks,))).clamp_min(0)
-    start[1:2], end[1:2] = start[:1].clone(), end[:1].clone()
-    if blocks > 1:
-        start[-1] = end[-1] = context
-    return Case(
-        [torch.randn(shape).to(dtype) for shape in shapes],
-        start,
-        end,
-        torch.randn(shapes[0]).to(dtype),
-    )
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """|found - wanted| / |wanted|, |wanted| at least 0.01; a NaN is infinitely wrong."""
-    found, wanted = found.double(), wanted.double()
-    ratio = (found - wanted).norm() / wanted.norm().clamp_min(1e-2)
-    return float("inf") if ratio.isnan() else ratio.item()
-
-
-def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    return {name: error(found[name], wanted[name]) for name in NAMES}
-
+from dflash_ext.ops.block_attention.portable import portable_backward, portable_forward, runs
 
 SHAPES = [
     (9, 5, (6, 2), 24, 100),
@@ -101,38 +34,6 @@ def test_matches_naive_in_fp64(
     wanted = case.run(block_attention_naive, torch.float64, **mask)
     found = errors(case.run(block_attention, dtype, **mask), wanted)
     assert max(found.values()) <= limit, found
-
-
-def sdpa(*args: Tensor, scale: float, window: int | None = None, causal: bool = False) -> Tensor:
-    """Plain torch: all keys of all blocks under one dense mask."""
-    q, k_ctx, v_ctx, k_blk, v_blk, start, end = args
-    blocks, slots, heads, dim = q.shape
-    context = k_ctx.shape[0]
-    block = torch.arange(blocks).repeat_interleave(slots)
-    slot = torch.arange(slots).repeat(blocks)
-    position = torch.arange(context)
-    distance = end[block, None] + slot[:, None] - position
-    seen = (position >= start[block, None]) & (position < end[block, None])
-    own_distance = slot[:, None] - slot
-    own = block[:, None] == block
-    if causal:
-        own &= own_distance >= 0
-    if window is not None:
-        seen &= distance < window
-        own &= own_distance.abs() < window
-    keys, values = (
-        torch.cat([ctx, blk.flatten(0, 1)]).transpose(0, 1)[None]
-        for ctx, blk in ((k_ctx, k_blk), (v_ctx, v_blk))
-    )
-    out = F.scaled_dot_product_attention(
-        q.reshape(1, blocks * slots, heads, dim).transpose(1, 2),
-        keys,
-        values,
-        attn_mask=torch.cat([seen, own], 1),
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out.transpose(1, 2).reshape(q.shape)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -345,3 +246,47 @@ def test_baseline_instruction_set() -> None:
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("most_scores", [1, 3000, 2**25])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_portable_path_matches_naive(shape: tuple, mask: dict, most_scores: int) -> None:
+    """What other devices run, here on a CPU; in runs of one block, of some, of all."""
+    case = make_case(*shape)
+    wanted = case.run(block_attention_naive, torch.float64, **mask)
+    options = {"scale": shape[3] ** -0.5, "window": None, "causal": False, **mask}
+    options["most_scores"] = most_scores
+    unseen = torch.ones(shape[4], dtype=torch.bool)
+    for start, end in zip(case.ctx_start.tolist(), case.ctx_end.tolist(), strict=True):
+        unseen[start:end] = False
+    for x in case.tensors[1:3]:
+        x[unseen] = float("nan")
+    ranges = [case.ctx_start, case.ctx_end]
+    out, lse = portable_forward(case.tensors, ranges, **options)
+    before = [torch.randn_like(x) for x in case.tensors[1:3]]
+    after = [x.clone() for x in before]
+    dq, dk_blk, dv_blk = portable_backward(
+        case.grad_out, case.tensors, lse, ranges, *after, **options
+    )
+    for x, y in zip(before, after, strict=True):
+        assert x[unseen].equal(y[unseen])
+    dk_ctx, dv_ctx = (y - x for x, y in zip(before, after, strict=True))
+    values = (out, dq, dk_ctx, dv_ctx, dk_blk, dv_blk)
+    found = errors(dict(zip(NAMES, values, strict=True)), wanted)
+    assert max(found.values()) <= 1e-5, found
+
+
+@pytest.mark.parametrize("most_scores", [1, 64, 2**25])
+def test_runs_cover_every_block_in_bounded_memory(most_scores: int) -> None:
+    start = torch.tensor([0, 0, 7, 30, 30, 9])
+    end = torch.tensor([4, 6, 7, 30, 38, 12])
+    next_block = 0
+    for blocks, keys in runs(start, end, 2, most_scores):
+        assert blocks.start == next_block
+        next_block = blocks.stop
+        count = blocks.stop - blocks.start
+        assert count == 1 or count * 2 * (keys.stop - keys.start) <= most_scores
+        for a in range(blocks.start, blocks.stop):
+            assert start[a] == end[a] or (keys.start <= start[a] and end[a] <= keys.stop)
+    assert next_block == 6

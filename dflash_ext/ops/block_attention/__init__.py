@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_ext.ops.block_attention.devices import register_devices
 from dflash_ext.ops.block_attention.naive import accumulate_dtype
 
 __all__ = ["block_attention"]
@@ -36,7 +37,8 @@ def block_attention(
     slots: all of them, or those <= k if causal, and with a window those nearer than it.
     The gradient is deterministic, and exactly zero for context that no block sees.
 
-    Raises RuntimeError for shapes or dtypes that do not fit, IndexError for ranges outside T.
+    Raises RuntimeError for shapes or dtypes that do not fit; for ranges outside T an IndexError on
+    CPUs, while GPU kernels, whose host never sees the ranges, cut them to the context.
     """
     out, _ = torch.ops.dflash_ext.block_attention.default(
         q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, scale=scale, window=window, causal=causal
@@ -104,3 +106,5 @@ def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple[Ten
 torch.library.register_autograd(
     "dflash_ext::block_attention", _backward, setup_context=_save_inputs
 )
+
+register_devices()

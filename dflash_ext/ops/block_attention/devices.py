@@ -1,0 +1,151 @@
+"""Which code runs block_attention where: the C++ extension on CPUs, Triton on CUDA, else torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_ext.ops.block_attention.naive import accumulate_dtype
+from dflash_ext.ops.block_attention.portable import portable_backward, portable_forward
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_DIM = 256  # of the Triton kernels
+
+
+def check(
+    tensors: list[Tensor], ranges: list[Tensor], window: int | None, others: dict[str, Tensor]
+) -> None:
+    """Raises RuntimeError, as the C++ kernels do; the ranges' values stay on their device.
+
+    `others` are further tensors of q's shape (grad_out, out), of lse's, or of k_ctx's.
+    """
+    q, k_ctx, v_ctx, k_blk, v_blk = tensors
+    torch._check(q.dim() == 4, lambda: f"q: found {list(q.shape)}, want [A, K, Hq, D]")
+    torch._check(k_ctx.dim() == 3, lambda: f"k_ctx: found {list(k_ctx.shape)}, want [T, Hk, D]")
+    torch._check(k_blk.dim() == 4, lambda: f"k_blk: found {list(k_blk.shape)}, want [A, K, Hk, D]")
+    blocks, slots, q_heads, dim = q.shape
+    kv_heads = k_blk.shape[2]
+    context, block = (k_ctx.shape[0], kv_heads, dim), (blocks, slots, kv_heads, dim)
+    total = accumulate_dtype(q.dtype)
+    wanted: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
+        "k_ctx": (k_ctx, context, q.dtype),
+        "v_ctx": (v_ctx, context, q.dtype),
+        "k_blk": (k_blk, block, q.dtype),
+        "v_blk": (v_blk, block, q.dtype),
+        "ctx_start": (ranges[0], (blocks,), torch.int64),
+        "ctx_end": (ranges[1], (blocks,), torch.int64),
+    }
+    kinds = {
+        "grad_out": (tuple(q.shape), q.dtype),
+        "out": (tuple(q.shape), q.dtype),
+        "lse": (tuple(q.shape[:3]), total),
+        "dk_ctx": (context, total),
+        "dv_ctx": (context, total),
+    }
+    wanted |= {name: (x, *kinds[name]) for name, x in others.items()}
+    for name, (x, shape, dtype) in wanted.items():
+        found = f"{name}: found {list(x.shape)} {x.dtype} on {x.device}"
+        torch._check(
+            tuple(x.shape) == shape and x.dtype == dtype and x.device == q.device,
+            lambda found=found, shape=shape, dtype=dtype: (
+                f"{found}, want {list(shape)} {dtype} on {q.device}"
+            ),
+        )
+    torch._check(
+        kv_heads > 0 and q_heads % kv_heads == 0,
+        lambda: f"q: found {q_heads} heads, want a multiple of the {kv_heads} of k_blk",
+    )
+    torch._check(window is None or window >= 1, lambda: f"window: found {window}, want >= 1")
+    for name in ("dk_ctx", "dv_ctx", "lse"):
+        if name in others:
+            x = others[name]
+            torch._check(x.is_contiguous(), lambda name=name: f"{name}: want it to be contiguous")
+
+
+def use_triton(q: Tensor, scale: float) -> bool:
+    """Triton's kernels take the largest score of a row before they scale it: scale > 0."""
+    return (
+        HAS_TRITON
+        and q.is_cuda
+        and q.dtype in TRITON_DTYPES
+        and q.shape[3] <= MOST_DIM
+        and scale > 0
+    )
+
+
+def problem_of(tensors: list[Tensor], scale: float, window: int | None, causal: bool) -> Any:
+    from dflash_ext.ops.block_attention.triton import Problem
+
+    q, k_ctx, _, k_blk, _ = tensors
+    blocks, slots, q_heads, dim = q.shape
+    kv_heads = k_blk.shape[2]
+    return Problem(
+        blocks, slots, kv_heads, q_heads // kv_heads, dim, k_ctx.shape[0], scale, window, causal
+    )
+
+
+def forward(
+    q: Tensor,
+    k_ctx: Tensor,
+    v_ctx: Tensor,
+    k_blk: Tensor,
+    v_blk: Tensor,
+    ctx_start: Tensor,
+    ctx_end: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    tensors, ranges = [q, k_ctx, v_ctx, k_blk, v_blk], [ctx_start, ctx_end]
+    check(tensors, ranges, window, {})
+    if q.numel() == 0 or not use_triton(q, scale):
+        return portable_forward(tensors, ranges, scale=scale, window=window, causal=causal)
+    from dflash_ext.ops.block_attention import triton
+
+    problem = problem_of(tensors, scale, window, causal)
+    return triton.forward(problem, tensors, [x.contiguous() for x in ranges])
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k_ctx: Tensor,
+    v_ctx: Tensor,
+    k_blk: Tensor,
+    v_blk: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ctx_start: Tensor,
+    ctx_end: Tensor,
+    dk_ctx: Tensor,
+    dv_ctx: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tensors, ranges = [q, k_ctx, v_ctx, k_blk, v_blk], [ctx_start, ctx_end]
+    others = {"grad_out": grad_out, "out": out, "lse": lse, "dk_ctx": dk_ctx, "dv_ctx": dv_ctx}
+    check(tensors, ranges, window, others)
+    if q.numel() == 0 or not use_triton(q, scale):
+        return portable_backward(
+            grad_out, tensors, lse, ranges, dk_ctx, dv_ctx,
+            scale=scale, window=window, causal=causal,
+        )  # fmt: skip
+    from dflash_ext.ops.block_attention import triton
+
+    problem = problem_of(tensors, scale, window, causal)
+    ranges = [x.contiguous() for x in ranges]
+    return triton.backward(problem, grad_out, tensors, out, lse, ranges, dk_ctx, dv_ctx)
+
+
+def register_devices() -> None:
+    """Registers for CUDA and, as "default", for devices without a kernel of their own."""
+    for key in ("CUDA", "default"):
+        torch.library.impl("dflash_ext::block_attention", key)(forward)
+        torch.library.impl("dflash_ext::block_attention_backward", key)(backward)

@@ -1,0 +1,266 @@
+# mypy: disallow-incomplete-defs=False
+"""Triton kernels of block_attention, backward.
+
+`prepare_kernel` makes the rows' sums of out * grad_out and the gradients of a block's own keys;
+`query_kernel` walks a row tile's keys again, as the forward does; `context_kernel` walks, for a
+tile of context keys, the rows that see it. Nothing is shared between programs, so nothing depends
+on their order.
+"""
+
+import triton
+import triton.language as tl
+
+from dflash_ext.ops.block_attention.triton_forward import (
+    LOG2_E,
+    key_ranges,
+    load_rows,
+    masked_at,
+    masked_tiles,
+    own_mask,
+    product,
+    row_facts,
+    store_rows,
+)
+
+
+@triton.jit
+def score_gradients(scores, products, lse, delta, mask, scale, MASKED: tl.constexpr):
+    """(probabilities, gradients of the scores) from q k^T and grad_out v^T; lse in powers of 2."""
+    probs = tl.exp2(scores * scale - lse)
+    gradients = probs * (products - delta)
+    if MASKED:
+        probs = tl.where(mask, probs, 0.0)
+        gradients = tl.where(mask, gradients, 0.0)
+    return probs, gradients
+
+
+@triton.jit(do_not_specialize=["blocks", "window"])
+def prepare_kernel(
+    q, k_blk, v_blk, out, grad_out, lse, delta, dk_blk, dv_blk, scale, blocks, window,
+    KV_HEADS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % KV_HEADS
+    block = tl.program_id(0) // KV_HEADS
+    slots = tl.arange(0, BLOCK_K)
+    keys = block * K + slots
+    own = slots < K
+    offsets = (keys.to(tl.int64) * KV_HEADS + head) * D
+    k = load_rows(k_blk, offsets, own, D, BLOCK_D, True)
+    v = load_rows(v_blk, offsets, own, D, BLOCK_D, True)
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    for row in tl.range(0, K * G, BLOCK_M, num_stages=1):
+        rows = row + tl.arange(0, BLOCK_M)
+        there = rows < K * G
+        slot = rows // G
+        lines = (block.to(tl.int64) * K + slot) * (KV_HEADS * G) + head * G + rows % G
+        q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
+        grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
+        outs = load_rows(out, lines * D, there, D, BLOCK_D, True)
+        row_delta = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
+        tl.store(delta + lines, row_delta, mask=there)
+        row_lse = tl.load(lse + lines, mask=there, other=0.0) * LOG2_E
+        row_block = tl.where(there, block, -1)
+        mask = own_mask(row_block, slot, keys, (block + 1) * K, window, K, WINDOW, CAUSAL)
+        probs, ds = score_gradients(
+            product(q_tile, tl.trans(k)), product(grads, tl.trans(v)),
+            row_lse[:, None], row_delta[:, None], mask, scale, True,
+        )  # fmt: skip
+        dv += product(tl.trans(probs.to(v.dtype)), grads)
+        dk += product(tl.trans(ds.to(k.dtype)), q_tile)
+    store_rows(dk_blk, offsets, own, dk * (scale / LOG2_E), D, BLOCK_D)
+    store_rows(dv_blk, offsets, own, dv, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["blocks", "tokens", "window"])
+def query_kernel(
+    q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, grad_out, lse, delta, dq,
+    scale, blocks, tokens, window,
+    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
+    KV_HEADS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % KV_HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = rows < blocks * K * G
+    block, slot, first, end = row_facts(
+        rows, ctx_start, ctx_end, blocks, tokens, window, K, G, WINDOW
+    )
+    lines = (rows // G).to(tl.int64) * (KV_HEADS * G) + head * G + rows % G
+    q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
+    grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
+    row_lse = (tl.load(lse + lines, mask=there, other=0.0) * LOG2_E)[:, None]
+    row_delta = tl.load(delta + lines, mask=there, other=0.0)[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    own_begin = tile * BLOCK_M // (K * G) * K
+    own_end = tl.minimum(tl.cdiv((tile + 1) * BLOCK_M, K * G), blocks) * K
+    for at in tl.range(own_begin, own_end, BLOCK_O, num_stages=1):
+        keys = at + tl.arange(0, BLOCK_O)
+        offsets = (keys.to(tl.int64) * KV_HEADS + head) * D
+        k = load_rows(k_blk, offsets, keys < own_end, D, BLOCK_D, True)
+        v = load_rows(v_blk, offsets, keys < own_end, D, BLOCK_D, True)
+        mask = own_mask(block, slot, keys, own_end, window, K, WINDOW, CAUSAL)
+        _, ds = score_gradients(
+            product(q_tile, tl.trans(k)), product(grads, tl.trans(v)),
+            row_lse, row_delta, mask, scale, True,
+        )  # fmt: skip
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
+
+    begin, full_begin, full_end, last = key_ranges(there, first, end, tokens, BLOCK_N)
+    k_ctx += head * HEAD_K
+    v_ctx += head * HEAD_V
+    for at in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
+        keys = at + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ctx, keys.to(tl.int64) * STRIDE_K, keys < last, D, BLOCK_D, False)
+        v = load_rows(v_ctx, keys.to(tl.int64) * STRIDE_V, keys < last, D, BLOCK_D, False)
+        _, ds = score_gradients(
+            product(q_tile, tl.trans(k)), product(grads, tl.trans(v)),
+            row_lse, row_delta, keys, scale, False,
+        )  # fmt: skip
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
+    for i in tl.range(0, masked_tiles(begin, full_begin, full_end, last, BLOCK_N), num_stages=1):
+        keys = masked_at(i, begin, full_begin, full_end, BLOCK_N) + tl.arange(0, BLOCK_N)
+        mask = (keys[None, :] >= first[:, None]) & (keys[None, :] < end[:, None])
+        # Not merely `keys < last`: what no row sees may be NaN, and 0 * NaN is.
+        seen = tl.max(mask.to(tl.int32), 0) > 0
+        k = load_rows(k_ctx, keys.to(tl.int64) * STRIDE_K, seen, D, BLOCK_D, True)
+        v = load_rows(v_ctx, keys.to(tl.int64) * STRIDE_V, seen, D, BLOCK_D, True)
+        _, ds = score_gradients(
+            product(q_tile, tl.trans(k)), product(grads, tl.trans(v)),
+            row_lse, row_delta, mask, scale, True,
+        )  # fmt: skip
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
+    store_rows(dq, lines * D, there, acc * (scale / LOG2_E), D, BLOCK_D)
+
+
+@triton.jit
+def seeing_blocks(
+    ctx_start, ctx_end, blocks, tokens, window, begin, stop,
+    K: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """(first, full, partial, last): rows of keys [begin, stop) are those of blocks [first, last).
+
+    All slots of blocks [full, partial) see all the keys; other blocks may see some or none.
+    """
+    first, last, full = blocks, 0, blocks
+    for at in tl.range(0, blocks, CHUNK, num_stages=1):
+        block = at + tl.arange(0, CHUNK)
+        start, end, all_start = context_of(
+            ctx_start, ctx_end, block, blocks, tokens, window, K, WINDOW
+        )
+        sees = (start < stop) & (end > begin) & (start < end)
+        sees_all = (all_start <= begin) & (end >= stop)
+        first = tl.minimum(first, tl.min(tl.where(sees, block, blocks), 0))
+        last = tl.maximum(last, tl.max(tl.where(sees, block + 1, 0), 0))
+        full = tl.minimum(full, tl.min(tl.where(sees_all, block, blocks), 0))
+    partial = last
+    for at in tl.range(0, blocks, CHUNK, num_stages=1):
+        block = at + tl.arange(0, CHUNK)
+        start, end, all_start = context_of(
+            ctx_start, ctx_end, block, blocks, tokens, window, K, WINDOW
+        )
+        sees_all = (all_start <= begin) & (end >= stop)
+        ends = (block > full) & (block < blocks) & (sees_all == 0)
+        partial = tl.minimum(partial, tl.min(tl.where(ends, block, blocks), 0))
+    full = tl.minimum(full, last)
+    return first, full, tl.maximum(partial, full), last
+
+
+@triton.jit
+def context_of(
+    ctx_start, ctx_end, block, blocks, tokens, window, K: tl.constexpr, WINDOW: tl.constexpr
+):
+    """A block's (start, end) and where the context of its last slot begins."""
+    there = block < blocks
+    start = tl.load(ctx_start + block, mask=there, other=0)
+    end = tl.load(ctx_end + block, mask=there, other=0)
+    end = tl.minimum(tl.maximum(end, 0), tokens)
+    start = tl.minimum(tl.maximum(start, 0), end)
+    last_start = start
+    if WINDOW:
+        start = tl.minimum(tl.maximum(start, end - window + 1), end)
+        last_start = tl.minimum(tl.maximum(start, end + K - window), end)
+    return start.to(tl.int32), end.to(tl.int32), last_start.to(tl.int32)
+
+
+@triton.jit
+def add_rows(base, offsets, there, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    column = tl.arange(0, BLOCK_D)
+    at = base + offsets[:, None] + column[None, :]
+    mask = there[:, None] & (column < D)[None, :]
+    tl.store(at, tl.load(at, mask=mask, other=0.0) + x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["blocks", "tokens", "window"])
+def context_kernel(
+    q, k_ctx, v_ctx, ctx_start, ctx_end, grad_out, lse, delta, dk_ctx, dv_ctx,
+    scale, blocks, tokens, window,
+    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
+    KV_HEADS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % KV_HEADS
+    begin = tl.program_id(0) // KV_HEADS * BLOCK_N
+    stop = tl.minimum(begin + BLOCK_N, tokens)
+    first, full, partial, last = seeing_blocks(
+        ctx_start, ctx_end, blocks, tokens, window, begin, stop, K, WINDOW, CHUNK
+    )
+    if first >= last:
+        return
+    keys = begin + tl.arange(0, BLOCK_N)
+    wide = keys.to(tl.int64)
+    k = load_rows(k_ctx + head * HEAD_K, wide * STRIDE_K, keys < stop, D, BLOCK_D, True)
+    v = load_rows(v_ctx + head * HEAD_V, wide * STRIDE_V, keys < stop, D, BLOCK_D, True)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+
+    # Rows whose tiles need no mask: whole tiles from the first row of block `full` on.
+    full_begin = full * (K * G)
+    full_end = full_begin + (partial - full) * (K * G) // BLOCK_M * BLOCK_M
+    for row in tl.range(full_begin, full_end, BLOCK_M, num_stages=STAGES):
+        rows = row + tl.arange(0, BLOCK_M)
+        lines = (rows // G).to(tl.int64) * (KV_HEADS * G) + head * G + rows % G
+        q_tile = load_rows(q, lines * D, rows >= 0, D, BLOCK_D, False)
+        grads = load_rows(grad_out, lines * D, rows >= 0, D, BLOCK_D, False)
+        row_lse = tl.load(lse + lines) * LOG2_E
+        row_delta = tl.load(delta + lines)
+        probs, ds = score_gradients(
+            product(k, tl.trans(q_tile)), product(v, tl.trans(grads)),
+            row_lse[None, :], row_delta[None, :], rows, scale, False,
+        )  # fmt: skip
+        dv = tl.dot(probs.to(v.dtype), grads, dv, input_precision="ieee")
+        dk = tl.dot(ds.to(k.dtype), q_tile, dk, input_precision="ieee")
+
+    before = tl.cdiv((full - first) * (K * G), BLOCK_M)
+    after = tl.cdiv(tl.maximum(last * (K * G) - full_end, 0), BLOCK_M)
+    for i in tl.range(0, before + after, num_stages=1):
+        row = tl.where(i < before, first * (K * G) + i * BLOCK_M, full_end + (i - before) * BLOCK_M)
+        rows = row + tl.arange(0, BLOCK_M)
+        there = rows < tl.where(i < before, full, last) * (K * G)
+        _, _, row_first, row_end = row_facts(
+            tl.where(there, rows, blocks * (K * G)),
+            ctx_start, ctx_end, blocks, tokens, window, K, G, WINDOW,
+        )  # fmt: skip
+        lines = (rows // G).to(tl.int64) * (KV_HEADS * G) + head * G + rows % G
+        q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
+        grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
+        row_lse = tl.load(lse + lines, mask=there, other=0.0) * LOG2_E
+        row_delta = tl.load(delta + lines, mask=there, other=0.0)
+        mask = (keys[:, None] >= row_first[None, :]) & (keys[:, None] < row_end[None, :])
+        probs, ds = score_gradients(
+            product(k, tl.trans(q_tile)), product(v, tl.trans(grads)),
+            row_lse[None, :], row_delta[None, :], mask, scale, True,
+        )  # fmt: skip
+        dv = tl.dot(probs.to(v.dtype), grads, dv, input_precision="ieee")
+        dk = tl.dot(ds.to(k.dtype), q_tile, dk, input_precision="ieee")
+    offsets = (wide * KV_HEADS + head) * D
+    add_rows(dk_ctx, offsets, keys < stop, dk * (scale / LOG2_E), D, BLOCK_D)
+    add_rows(dv_ctx, offsets, keys < stop, dv, D, BLOCK_D)

@@ -1,0 +1,311 @@
+"""block_attention on GPUs, against its specification in fp64."""
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+from block_attention_cases import MASKS, NAMES, Case, error, errors, make_case, sdpa
+from torch import Tensor
+
+from dflash_ext.ops import block_attention
+from dflash_ext.ops.block_attention.naive import block_attention_naive
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+
+SLEEP_CYCLES = 500_000_000  # a quarter of a second, or more
+SHAPES = [
+    # blocks, slots, (query heads, KV heads), head size, context, dtypes, longest context
+    (9, 5, (6, 2), 24, 100, 40),
+    (40, 16, (32, 8), 128, 3000, 1500),
+    (30, 16, (9, 3), 64, 2000, 900),
+    (7, 8, (9, 3), 64, 70, 40),
+    (3, 16, (4, 1), 80, 40, 40),
+    (4, 17, (3, 3), 7, 50, 40),
+    (11, 2, (5, 1), 72, 200, 100),
+    (1, 1, (1, 1), 1, 1, 1),
+    (6, 32, (8, 2), 128, 333, 200),
+    (5, 4, (4, 2), 256, 300, 200),
+    (3, 16, (40, 2), 128, 100, 60),
+]
+
+
+@pytest.fixture(autouse=True)
+def default_device():
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
+
+
+def ordered(case: Case) -> Case:
+    """The same with its blocks in ascending order, as a batch has them."""
+    order = case.ctx_end.argsort()
+    return dataclasses.replace(case, ctx_start=case.ctx_start[order], ctx_end=case.ctx_end[order])
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    for name in NAMES:
+        assert a[name].equal(b[name]), name
+
+
+def as_sum(found: dict[str, Tensor], wanted: dict[str, Tensor], grad_out: Tensor) -> dict:
+    """Errors; where a softmax of one key makes a gradient 0, relative to grad_out."""
+    zero = [n for n in NAMES if wanted[n].count_nonzero() == 0]
+    result = errors(found, wanted)
+    for name in zero:
+        result[name] = (found[name].double().norm() / grad_out.double().norm()).item()
+    return result
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("in_order", [False, True])
+def test_fp32_matches_fp64(shape: tuple, mask: dict, in_order: bool, nan_poison: None) -> None:
+    case = make_case(*shape[:5], longest=shape[5])
+    case = ordered(case) if in_order else case
+    wanted = case.run(block_attention_naive, torch.float64, **mask)
+    found = as_sum(case.run(block_attention, torch.float32, **mask), wanted, case.grad_out)
+    if mask.get("window") == 1:  # exact scores' gradients are rounding errors of fp64
+        for name in ("q", "k_blk"):
+            found[name] *= wanted[name].norm().clamp_min(1e-2).item() / case.grad_out.norm().item()
+    assert max(found.values()) <= 1e-5, found
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_as_good_as_plain_torch(
+    shape: tuple, mask: dict, dtype: torch.dtype, nan_poison: None
+) -> None:
+    case = make_case(*shape[:5], dtype, longest=shape[5])
+    wanted = case.run(block_attention_naive, torch.float64, **mask)
+    found = errors(case.run(block_attention, dtype, **mask), wanted)
+    plain = errors(case.run(sdpa, dtype, **mask), wanted)
+    for name in NAMES:
+        assert found[name] <= max(2 * plain[name], 1e-3), (name, found, plain)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2]], ids=str)
+def test_fp64_and_negative_scale_take_the_portable_path(shape: tuple) -> None:
+    case = make_case(*shape[:5], torch.float64, longest=shape[5])
+    wanted = case.run(block_attention_naive, torch.float64)
+    found = errors(case.run(block_attention, torch.float64), wanted)
+    assert max(found.values()) <= 1e-12, found
+
+
+@pytest.mark.parametrize("mask", [{}, {"window": 300}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_repeats_are_equal(mask: dict, dtype: torch.dtype) -> None:
+    case = ordered(make_case(100, 16, (8, 2), 128, 4000, dtype, longest=2000))
+    first = case.run(block_attention, dtype, **mask)
+    for _ in range(100):
+        assert_same_bits(case.run(block_attention, dtype, **mask), first)
+
+
+@pytest.mark.parametrize("mask", [{}, {"window": 200}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_no_block_sees_beyond_its_range(mask: dict, dtype: torch.dtype) -> None:
+    case = make_case(4, 16, (8, 2), 128, 900, dtype)
+    case.ctx_start = torch.tensor([30, 30, 400, 900])
+    case.ctx_end = torch.tensor([200, 377, 613, 900])
+    wanted = case.run(block_attention, dtype, **mask)
+    unseen = torch.ones(900, dtype=torch.bool)
+    unseen[30:377] = unseen[400:613] = False
+    for x in case.tensors[1:3]:
+        x[unseen] = float("nan")
+    found = case.run(block_attention, dtype, **mask)
+    assert_same_bits(found, wanted)
+    assert found["k_ctx"][unseen].count_nonzero() == 0
+    assert found["v_ctx"][unseen].count_nonzero() == 0
+    for x in case.tensors[1:3]:
+        x[200:377] = 77.0  # the second block's alone
+    other = case.run(block_attention, dtype, **mask)
+    for block in (0, 2, 3):
+        assert other["out"][block].equal(wanted["out"][block])
+        assert other["q"][block].equal(wanted["q"][block])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_padded_blocks_see_themselves(dtype: torch.dtype, dim: int) -> None:
+    case = make_case(5, 16, (8, 2), dim, 300, dtype)
+    case.ctx_start = case.ctx_end = torch.full((5,), 300)
+    found = case.run(block_attention, dtype)
+    assert all(x.isfinite().all() for x in found.values())
+    assert found["k_ctx"].count_nonzero() == 0 and found["v_ctx"].count_nonzero() == 0
+    assert found["v_blk"].count_nonzero() > 0
+
+
+def test_empty() -> None:
+    no_context = make_case(3, 16, (8, 2), 128, 0, torch.bfloat16)
+    wanted = no_context.run(block_attention_naive, torch.float64)
+    assert max(errors(no_context.run(block_attention, torch.bfloat16), wanted).values()) <= 1e-2
+    no_blocks = make_case(0, 16, (8, 2), 128, 10, torch.bfloat16)
+    found = no_blocks.run(block_attention, torch.bfloat16)
+    assert found["out"].shape == (0, 16, 8, 128)
+    assert found["k_ctx"].shape == (10, 2, 128) and found["k_ctx"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_backward_adds_to_its_buffers(dtype: torch.dtype) -> None:
+    case = ordered(make_case(30, 16, (8, 2), 128, 1000, dtype, longest=500))
+    wanted = case.run(block_attention, dtype)
+    q, k_ctx, v_ctx, k_blk, v_blk = case.tensors
+    buffers = [torch.zeros(1000, 2, 128) for _ in range(2)]
+    for group in (slice(0, 13), slice(13, 30)):
+        args = [q[group], k_ctx, v_ctx, k_blk[group], v_blk[group]]
+        ranges = [case.ctx_start[group], case.ctx_end[group]]
+        out, lse = torch.ops.dflash_ext.block_attention(*args, *ranges, scale=128**-0.5)
+        dq, _, _ = torch.ops.dflash_ext.block_attention_backward(
+            case.grad_out[group], *args, out, lse, *ranges, *buffers, scale=128**-0.5
+        )
+        assert error(dq, wanted["q"][group]) <= 4e-3
+    limit = 1e-5 if dtype == torch.float32 else 4e-3
+    assert error(buffers[0], wanted["k_ctx"]) <= limit
+    assert error(buffers[1], wanted["v_ctx"]) <= limit
+
+
+def test_strided_views() -> None:
+    dtype = torch.bfloat16
+    case = make_case(8, 16, (8, 2), 128, 500, dtype, longest=200)
+    wanted = case.run(block_attention, dtype)
+    q, k_ctx, v_ctx, k_blk, v_blk = case.tensors
+    kv_ctx = torch.cat([k_ctx, v_ctx], -1).requires_grad_()
+    heads_first = q.transpose(1, 2).contiguous().requires_grad_()
+    dim_first = k_blk.permute(3, 0, 1, 2).contiguous().requires_grad_()
+    odd = torch.cat([v_ctx.flatten(), v_ctx.flatten()[:1]])[:-1]  # a base that is aligned by luck
+    out = block_attention(
+        heads_first.transpose(1, 2),
+        *kv_ctx.chunk(2, -1),
+        dim_first.permute(1, 2, 3, 0),
+        v_blk,
+        case.ctx_start,
+        case.ctx_end,
+        scale=128**-0.5,
+    )
+    out.backward(case.grad_out.transpose(1, 2).contiguous().transpose(1, 2))
+    assert out.equal(wanted["out"])
+    assert heads_first.grad is not None and dim_first.grad is not None and kv_ctx.grad is not None
+    assert heads_first.grad.transpose(1, 2).equal(wanted["q"])
+    assert dim_first.grad.permute(1, 2, 3, 0).equal(wanted["k_blk"])
+    assert kv_ctx.grad.equal(torch.cat([wanted["k_ctx"], wanted["v_ctx"]], -1))
+    shifted = torch.empty(v_ctx.numel() + 1, dtype=dtype)[1:].view_as(v_ctx).copy_(v_ctx)
+    assert odd.numel() == v_ctx.numel()
+    again = block_attention(
+        q, k_ctx, shifted, k_blk, v_blk, case.ctx_start, case.ctx_end, scale=128**-0.5
+    )
+    assert error(again, wanted["out"]) <= 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mask", [{}, {"window": 3, "causal": True}], ids=str)
+def test_opcheck(dtype: torch.dtype, mask: dict) -> None:
+    case = make_case(3, 4, (4, 2), 64, 20, dtype)
+    ranges = (case.ctx_start, case.ctx_end)
+    ops, options = torch.ops.dflash_ext, {"scale": 0.3, **mask}
+    out, lse = ops.block_attention(*case.tensors, *ranges, **options)
+    inputs = [x.requires_grad_() for x in case.tensors]
+    torch.library.opcheck(ops.block_attention.default, (*inputs, *ranges), options)
+    buffers = [torch.randn(20, 2, 64) for _ in range(2)]
+    fixed = [x.detach() for x in case.tensors]
+    args = (case.grad_out, *fixed, out, lse, *ranges, *buffers)
+    torch.library.opcheck(ops.block_attention_backward.default, args, options)
+
+
+def test_side_stream_is_used() -> None:
+    case = make_case(8, 16, (8, 2), 128, 500, torch.bfloat16, longest=200)
+    wanted = case.run(block_attention, torch.bfloat16)
+    good = [x.clone() for x in case.tensors]
+    for x in case.tensors:
+        x.fill_(float("nan"))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        for x, y in zip(case.tensors, good, strict=True):
+            x.copy_(y)
+        found = case.run(block_attention, torch.bfloat16)
+    stream.synchronize()
+    assert_same_bits(found, wanted)
+
+
+def test_no_sync_and_captured_in_a_graph() -> None:
+    case = make_case(8, 16, (8, 2), 128, 500, torch.bfloat16, longest=200)
+    wanted = case.run(block_attention, torch.bfloat16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.run(block_attention, torch.bfloat16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    good = [x.clone() for x in case.tensors]
+    with torch.cuda.graph(graph):
+        found = case.run(block_attention, torch.bfloat16)
+    for x in case.tensors:
+        x.zero_()
+    graph.replay()
+    for x, y in zip(case.tensors, good, strict=True):
+        x.copy_(y)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(found, wanted)
+
+
+def test_threads_race_to_the_first_launch() -> None:
+    """Shapes nothing else here has, compiled by four threads at once."""
+    case = make_case(5, 7, (14, 2), 96, 130, torch.float16)
+    barrier = threading.Barrier(4)
+    results: list[dict] = []
+
+    def work() -> None:
+        torch.set_default_device("cuda")
+        barrier.wait()
+        results.append(case.run(block_attention, torch.float16, window=50))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for found in results:
+        assert_same_bits(found, results[0])
+
+
+@two_gpus
+def test_wrong_current_device() -> None:
+    case = make_case(8, 16, (8, 2), 128, 500, torch.bfloat16, longest=200)
+    wanted = case.run(block_attention, torch.bfloat16)
+    moved = Case(
+        [x.to("cuda:1") for x in case.tensors],
+        *(x.to("cuda:1") for x in (case.ctx_start, case.ctx_end, case.grad_out)),
+    )
+    found = moved.run(block_attention, torch.bfloat16)
+    for name in NAMES:
+        assert found[name].device == torch.device("cuda:1")
+        assert found[name].cpu().equal(wanted[name].cpu()), name
+
+
+def test_wrong_arguments_are_refused() -> None:
+    case = make_case(3, 4, (4, 2), 8, 20)
+    ranges = (case.ctx_start, case.ctx_end)
+    with pytest.raises(RuntimeError, match="window: found 0, want >= 1"):
+        block_attention(*case.tensors, *ranges, scale=0.3, window=0)
+    with pytest.raises(RuntimeError, match="ctx_end: found .*cpu, want .*cuda"):
+        block_attention(*case.tensors, ranges[0], ranges[1].cpu(), scale=0.3)
+    with pytest.raises(RuntimeError, match="v_ctx: found .*float64"):
+        wrong = [*case.tensors[:2], case.tensors[2].double(), *case.tensors[3:]]
+        block_attention(*wrong, *ranges, scale=0.3)
+    with pytest.raises(RuntimeError, match="found 4 heads, want a multiple of the 3"):
+        three = [torch.randn(20, 3, 8)] * 2 + [torch.randn(3, 4, 3, 8)] * 2
+        block_attention(case.tensors[0], *three, *ranges, scale=0.3)
+
+
+def test_ranges_beyond_the_context_are_cut() -> None:
+    """They stay on the device, so nobody can refuse them; nothing beyond the context is read."""
+    case = make_case(3, 16, (8, 2), 128, 100, torch.bfloat16)
+    case.ctx_start, case.ctx_end = torch.tensor([-5, 20, 300]), torch.tensor([30, 10**12, 400])
+    found = case.run(block_attention, torch.bfloat16)
+    case.ctx_start, case.ctx_end = torch.tensor([0, 20, 100]), torch.tensor([30, 100, 100])
+    assert_same_bits(found, case.run(block_attention, torch.bfloat16))
