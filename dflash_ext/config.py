@@ -126,6 +126,9 @@ class DataConfig:
     max_length: int = _doc(4096, "longer examples are truncated to this many tokens", at_least=2)
     token_budget: int = _doc(49152, "packed tokens of one batch", at_least=1)
     last_turn_only: bool = _doc(False, "supervise only the last assistant turn")
+    split_turns: bool = _doc(
+        False, "make each assistant turn an example of its own, with the text before it"
+    )
     enable_thinking: bool | None = _doc(None, "passed to the chat template; null = not passed")
     drop_loops: bool = _doc(True, "drop answers that end in a repeating loop")
     seed: int = _doc(

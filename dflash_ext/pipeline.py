@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import queue
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dflash_ext.checkpoint import CheckpointManager
 from dflash_ext.config import Config, UserError, check_layer_ids, to_dict
+from dflash_ext.data.check import describe_data
 from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load_examples
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
 from dflash_ext.drafter.loop import DrafterTrainLoop
@@ -317,16 +316,9 @@ class Pipeline:
         ]
 
     def describe_data(self) -> list[str]:
-        """What the model will see, with three examples; supervised text stands in [[ ]]."""
-        lines = [*self.data_report.lines(), f"{self.planner.padding_share():.1%} padding"]
-        for example in self.examples[:3]:
-            parts = []
-            cuts = [0, *np.flatnonzero(np.diff(example.loss_mask)) + 1, len(example)]
-            for start, end in itertools.pairwise(cuts):
-                text = self.tokenizer.decode(example.input_ids[start:end].tolist())
-                parts.append(f"[[{text}]]" if example.loss_mask[start] else text)
-            lines += ["", f"--- {example.source}", "".join(parts)]
-        return lines
+        """What the model will see. Raises UserError for a mask that cannot be meant."""
+        share = self.planner.padding_share()
+        return describe_data(self.examples, self.data_report, self.tokenizer, share)
 
     @property
     def done_steps(self) -> int:

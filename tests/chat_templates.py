@@ -77,7 +77,9 @@ _SPECIAL = {
 
 
 def chat_tokenizer(
-    template: str | None, merges: Sequence[tuple[str, str]] = ()
+    template: str | None,
+    merges: Sequence[tuple[str, str]] = (),
+    special: Sequence[str] | None = None,
 ) -> PreTrainedTokenizerFast:
     """One token a byte, one for each merged pair ("Ċ" is the newline), one for each special token.
 
@@ -88,7 +90,7 @@ def chat_tokenizer(
     core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    bos, eos, *others = _SPECIAL.get(template, _SPECIAL[CHATML])
+    bos, eos, *others = special or _SPECIAL.get(template, _SPECIAL[CHATML])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         bos_token=bos,

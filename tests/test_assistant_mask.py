@@ -14,7 +14,7 @@ PLACE = "data.jsonl:7"
 
 def supervised(tokenizer, messages, **options) -> list[str]:
     """The text of each run of supervised tokens."""
-    ids, mask = encode_chat(tokenizer, messages, place=PLACE, **options)
+    ids, mask, _ = encode_chat(tokenizer, messages, place=PLACE, **options)
     assert ids.dtype == np.int32 and mask.dtype == np.uint8 and ids.shape == mask.shape
     return [tokenizer.decode(ids[start:end]) for start, end in runs(mask)]
 
@@ -35,14 +35,14 @@ def test_answers_with_their_end_of_turn_token_are_supervised(template, wanted):
     assert supervised(tokenizer, messages) == wanted
     assert supervised(tokenizer, messages, last_turn_only=True) == wanted[1:]
 
-    ids, _ = encode_chat(tokenizer, messages, place=PLACE)
+    ids, _, _ = encode_chat(tokenizer, messages, place=PLACE)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
 def test_the_answer_starts_where_the_generation_prompt_ends():
     tokenizer = chat_tokenizer(CHATML)
     messages = chat("Zero?", "One.")
-    ids, mask = encode_chat(tokenizer, messages, place=PLACE)
+    ids, mask, _ = encode_chat(tokenizer, messages, place=PLACE)
     prompt = tokenizer.apply_chat_template(
         messages[:1], add_generation_prompt=True, return_dict=True
     )["input_ids"]
@@ -54,7 +54,7 @@ def test_derived_and_tagged_masks_agree():
     messages = chat("Zero?", "Ünï 🙂.", "Two?", "Three.\n")
     derived = encode_chat(chat_tokenizer(CHATML), messages, place=PLACE)
     tagged = encode_chat(chat_tokenizer(CHATML_TAGGED), messages, place=PLACE)
-    np.testing.assert_array_equal(derived, tagged)
+    np.testing.assert_array_equal(derived[:2], tagged[:2])
 
 
 def test_a_generation_tag_is_taken_as_it_is():
@@ -71,7 +71,7 @@ def test_messages_after_the_last_answer_are_left_out(template):
     tokenizer = chat_tokenizer(template)
     long = encode_chat(tokenizer, chat("Zero?", "One.", "Two?"), place=PLACE)
     short = encode_chat(tokenizer, chat("Zero?", "One."), place=PLACE)
-    np.testing.assert_array_equal(long, short)
+    np.testing.assert_array_equal(long[:2], short[:2])
 
 
 def test_thinking_is_supervised_unless_the_prompt_closes_it():
@@ -86,19 +86,33 @@ def test_thinking_is_supervised_unless_the_prompt_closes_it():
     assert supervised(tokenizer, messages, enable_thinking=True) == thought
 
 
-def test_a_template_that_rewrites_history_needs_last_turn_only():
+@pytest.mark.parametrize("thinking", [None, True, False])
+def test_answers_that_a_template_rewrites_in_history_are_not_supervised(thinking):
     tokenizer = chat_tokenizer(QWEN3)
     messages = chat("Zero?", "One.", "Two?", "Three.")
-    with pytest.raises(UserError) as error:
-        supervised(tokenizer, messages)
-    text = str(error.value)
-    assert text.startswith(f"{PLACE}: messages[1] (assistant): ") and "\n" not in text
-    assert "found 'One.<|im_end|>" in text and "want '<think>" in text
-    assert "data.last_turn_only" in text
+    block = "" if thinking is False else "<think>\n\n</think>\n\n"
+    for last_turn_only in (False, True):
+        options = {"enable_thinking": thinking, "last_turn_only": last_turn_only}
+        assert supervised(tokenizer, messages, **options) == [f"{block}Three.<|im_end|>"]
 
-    assert supervised(tokenizer, messages, last_turn_only=True, enable_thinking=False) == [
-        "Three.<|im_end|>"
-    ]
+
+def test_an_answer_is_supervised_up_to_where_history_shows_it_otherwise():
+    closing = (
+        "{% if m['role'] == 'assistant' and loop.last %}<|return|>{% else %}<|im_end|>{% endif %}"
+    )
+    template = CHATML.replace("+ m['content'] + '<|im_end|>\n' }}", "+ m['content'] }}" + closing)
+    assert template != CHATML
+    tokenizer = chat_tokenizer(template, special=("<|im_start|>", "<|im_end|>", "<|return|>"))
+    messages = chat("Zero?", "One.", "Two?", "Three.")
+    assert supervised(tokenizer, messages) == ["One.", "Three.<|return|>"]
+    assert encode_chat(tokenizer, messages, place=PLACE).unlearned == 1  # its end token
+
+
+def test_tokens_count_where_history_is_rewritten_not_characters():
+    """The target says the token <think>; that it starts with "<" is no reason to learn "<"."""
+    tokenizer = chat_tokenizer(QWEN3, special=("<|im_start|>", "<|im_end|>", "<think>"))
+    messages = chat("Zero?", "<b>One.", "Two?", "Three.")
+    assert supervised(tokenizer, messages) == ["<think>\n\n</think>\n\nThree.<|im_end|>"]
 
 
 def test_reasoning_that_the_prompt_contradicts_is_an_error():
@@ -111,7 +125,7 @@ def test_reasoning_that_the_prompt_contradicts_is_an_error():
 def test_a_token_across_the_border_is_cut_as_a_server_would():
     tokenizer = chat_tokenizer(CHATML, merges=[("Ċ", "Ċ"), ("t", "Ċ")])
     messages = chat("Zero?", "\nOne.", "Two?", "Three.", "Four?", "\n\nFive.")
-    ids, mask = encode_chat(tokenizer, messages, place=PLACE)
+    ids, mask, _ = encode_chat(tokenizer, messages, place=PLACE)
     prompts = [
         tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_dict=True)[
             "input_ids"
@@ -145,7 +159,7 @@ def test_any_answer_comes_back_from_the_mask(answers):
 def test_tools_reach_the_template():
     template = CHATML.replace("{% for", "{{ tools | tojson if tools else '' }}{% for", 1)
     tokenizer = chat_tokenizer(template)
-    ids, _ = encode_chat(tokenizer, chat("Zero?", "One."), place=PLACE, tools=[{"name": "add"}])
+    ids, _, _ = encode_chat(tokenizer, chat("Zero?", "One."), place=PLACE, tools=[{"name": "add"}])
     assert tokenizer.decode(ids).startswith('[{"name": "add"}]<|im_start|>user')
 
 
@@ -165,10 +179,11 @@ def test_a_failing_template_is_named_in_one_line():
     [
         (None, chat("Zero?", "One."), "the tokenizer has no usable chat template"),
         (CHATML, chat("Zero?", "One.")[1:], "an assistant turn as the first message"),
+        (CHATML, chat("Zero?", "One.", "Two?")[1:], "an assistant turn as the first message"),
         (CHATML, chat("Zero?", "One\ud800."), "text that is not valid Unicode"),
         (CHATML, [{"role": "user"}, {"role": "assistant", "content": "One."}], "template failed"),
     ],
-    ids=["no-template", "assistant-first", "surrogate", "no-content"],
+    ids=["no-template", "assistant-first", "user-after", "surrogate", "no-content"],
 )
 def test_what_cannot_be_encoded_is_refused(template, messages, wanted):
     with pytest.raises(UserError, match=wanted) as error:

@@ -132,8 +132,8 @@ def test_field_names_are_the_documented_ones() -> None:
         "model": "target dtype target_layer_ids attn_backend require_fast_gdn revision",
         "drafter": "num_layers block_size mask_token_id num_attention_heads num_key_value_heads "
         "head_dim intermediate_size layer_types sliding_window split_fc init_from",
-        "data": "train eval format bad_rows max_length token_budget last_turn_only enable_thinking "
-        "drop_loops seed num_workers",
+        "data": "train eval format bad_rows max_length token_budget last_turn_only split_turns "
+        "enable_thinking drop_loops seed num_workers",
         "topology": "targets drafters slots_per_drafter cpu_threads",
         "train": "steps epochs lr schedule warmup_ratio weight_decay optimizer grad_accum "
         "max_grad_norm max_anchors anchor_group gamma ce_weight kl_weight kl cap_lambda "

@@ -290,8 +290,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(tokenizer, tmp_path):
     examples, report = load_examples(str(path), tokenizer, DataConfig(bad_rows="skip"))
     assert len(examples) == 2 and (report.rows, report.bad) == (4, 2)
     assert (
-        f"2 rows skipped: they cannot be used (data.bad_rows); first: {path}:2: found"
-        in (report.lines()[1])
+        f"2 rows skipped: not usable (data.bad_rows); first: {path}:2: found" in (report.lines()[1])
     )
 
 

@@ -2,17 +2,20 @@
 
 Where the chat template marks the assistant's text with `{% generation %}`, its marks are taken as
 they are. Other templates are rendered turn by turn: what the conversation up to a turn gains when
-that turn is added is the turn, provided that each rendering is a prefix of the next. That is
-checked for every turn, because templates that rewrite history (thinking templates drop old
-reasoning) would otherwise shift the mask silently.
+that turn is added is the turn. Templates that rewrite history (thinking templates drop old
+reasoning, Harmony closes old answers with another token) would shift such a mask silently, so it
+only covers tokens that the whole conversation and the conversation up to that turn have in common:
+whatever is supervised follows exactly the text that a server would have before it.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +27,47 @@ if TYPE_CHECKING:
 Message = Mapping[str, object]
 Render = Callable[..., str]
 
+# The day that templates which print "today" get: with the real one, a run could not be resumed
+# tomorrow on the same text. It is the date that Llama 3.1's template falls back to.
+_TODAY = datetime.datetime(2024, 7, 26)
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class EncodedChat(NamedTuple):
+    """Ids [n] int32; mask [n] uint8, 1 on supervised tokens; how many of the answers that were to
+    be supervised are so in part or not at all."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    unlearned: int
+
+
+def template_options(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, object]] | None,
+    enable_thinking: bool | None,
+) -> dict[str, Any]:
+    """What `apply_chat_template` takes beside the messages. ValueError if there is no template."""
+    template = tokenizer.get_chat_template(tools=tools)
+    if "strftime_now" in template:
+        template = _FIXED_DATE + template
+    options: dict[str, Any] = {"tools": tools, "chat_template": template}
+    if enable_thinking is not None:
+        options["enable_thinking"] = enable_thinking
+    return options
+
+
+def _fixed_date() -> str:
+    """Jinja text that replaces `strftime_now`: a macro, because callables cannot be passed."""
+    directives = "".join(
+        f" | replace('%{d}', '{_TODAY.strftime('%' + d)}')" for d in "aAbBdHIjmMpSyY"
+    )
+    # The empty expression keeps the line break that may follow; behind a block it would be cut.
+    macro = f"{{% macro strftime_now(format) %}}{{{{ format{directives} }}}}{{% endmacro %}}"
+    return macro + "{{ '' }}"
+
+
+_FIXED_DATE = _fixed_date()
 
 
 def encode_chat(
@@ -35,12 +78,14 @@ def encode_chat(
     tools: Sequence[Mapping[str, object]] | None = None,
     enable_thinking: bool | None = None,
     last_turn_only: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> EncodedChat:
     """Apply the tokenizer's chat template and mark the assistant's tokens.
 
     The supervised part of a turn runs from the first token after the header (the generation
     prompt) to its end-of-turn token; the newline that many templates put after that is not part
-    of it. Messages after the last assistant turn are left out: nothing in them is learned.
+    of it. Messages after the last assistant turn are left out: nothing in them is learned. An
+    earlier turn that the template rewrites is supervised up to where it differs (often not at
+    all), and one with no message before it is not supervised.
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
@@ -50,23 +95,25 @@ def encode_chat(
         enable_thinking: passed to the template if not None.
         last_turn_only: mark only the last assistant turn.
 
-    Returns:
-        ids [n] int32 and mask [n] uint8, 1 on the supervised tokens.
-
     Raises:
-        UserError: there is no template, it fails, or it renders prefixes inconsistently.
+        UserError: there is no template, it fails, or its generation prompt contradicts the last
+            turn.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     messages = messages[: turns[-1] + 1]
-    options: dict[str, object] = {"tools": tools}
-    if enable_thinking is not None:
-        options["enable_thinking"] = enable_thinking
-
-    if _has_generation_tag(tokenizer, tools, place):
+    try:
+        options = template_options(tokenizer, tools, enable_thinking)
+    except ValueError as error:
+        raise UserError(
+            f"{place}: found messages, but the tokenizer has no usable chat template, "
+            "want a tokenizer with one, or rows with input_ids and loss_mask"
+        ) from error
+    if _GENERATION_TAG.search(options["chat_template"]):
         ids, mask = _encode_with_tag(tokenizer, messages, options, place)
         if last_turn_only:
             mask[: _last_run_start(mask)] = 0
-        return ids, mask
+        wanted = 1 if last_turn_only else len(turns)
+        return EncodedChat(ids, mask, max(0, wanted - len(runs(mask))))
 
     def render(part: Sequence[Message], add_generation_prompt: bool = False) -> str:
         return _apply(
@@ -79,8 +126,10 @@ def encode_chat(
         )
 
     text = render(messages)
-    spans = _turn_spans(render, text, messages, turns[-1:] if last_turn_only else turns, place)
-    return _encode_spans(tokenizer, text, spans, place)
+    turns = turns[-1:] if last_turn_only else turns
+    spans = _turn_spans(render, text, messages, turns, place)
+    ids, mask = _encode_spans(tokenizer, text, spans, place)
+    return EncodedChat(ids, mask, len(turns) - sum(not span.rewritten for span in spans))
 
 
 def runs(mask: np.ndarray) -> np.ndarray:
@@ -92,21 +141,6 @@ def runs(mask: np.ndarray) -> np.ndarray:
 def _last_run_start(mask: np.ndarray) -> int:
     found = runs(mask)
     return int(found[-1, 0]) if len(found) else 0
-
-
-def _has_generation_tag(
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Mapping[str, object]] | None,
-    place: str,
-) -> bool:
-    try:
-        template = tokenizer.get_chat_template(tools=tools)
-    except ValueError as error:
-        raise UserError(
-            f"{place}: found messages, but the tokenizer has no usable chat template, "
-            "want a tokenizer with one, or rows with input_ids and loss_mask"
-        ) from error
-    return _GENERATION_TAG.search(template) is not None
 
 
 def _apply(
@@ -141,44 +175,58 @@ def _encode_with_tag(
     return ids, np.asarray(encoded["assistant_masks"], dtype=np.uint8)
 
 
+@dataclass(frozen=True)
+class _Span:
+    """Where a turn is in the text. `rewritten`: what it was before, if the text shows another."""
+
+    start: int
+    end: int
+    rewritten: str = ""
+
+
 def _turn_spans(
     render: Render, text: str, messages: Sequence[Message], turns: Sequence[int], place: str
-) -> list[tuple[int, int]]:
-    """Character ranges of the assistant turns in `text`, the rendering of all messages."""
+) -> list[_Span]:
+    """Where the assistant turns are in `text`, the rendering of all messages."""
     spans = []
     for i in turns:
+        is_last = i == len(messages) - 1
         if i == 0:
-            raise UserError(
-                f"{place}: found an assistant turn as the first message, which this chat template "
-                "gives no prompt for, want a system or user message before it"
-            )
+            if is_last:
+                raise UserError(
+                    f"{place}: found an assistant turn as the first message, which this chat "
+                    "template gives no prompt for, want a system or user message before it"
+                )
+            continue
         before = render(messages[:i], add_generation_prompt=True)
-        after = text if i == len(messages) - 1 else render(messages[: i + 1])
-        end = len(after.rstrip())
-        if not after.startswith(before):
-            raise _inconsistent(place, i, "the generation prompt before it", before, after)
-        if not text.startswith(after[:end]):
-            raise _inconsistent(place, i, "the conversation up to it", after[:end], text)
-        if end > len(before):
-            spans.append((len(before), end))
+        if not text.startswith(before):
+            if is_last:
+                raise _contradiction(place, i, before, text)
+            continue
+        turn = text if is_last else render(messages[: i + 1])
+        end = len(turn.rstrip())
+        if not text.startswith(turn[:end]):
+            spans.append(_Span(len(before), len(text), turn[len(before) : end]))
+        elif end > len(before):
+            spans.append(_Span(len(before), end))
     return spans
 
 
-def _inconsistent(place: str, turn: int, what: str, prefix: str, text: str) -> UserError:
-    at = len(os.path.commonprefix((prefix, text)))
+def _contradiction(place: str, turn: int, prompt: str, text: str) -> UserError:
+    at = len(os.path.commonprefix((prompt, text)))
     return UserError(
-        f"{place}: messages[{turn}] (assistant): {what} is not a prefix of the rest in this chat "
-        f"template (at character {at}: found {text[at : at + 24]!r}, "
-        f"want {prefix[at : at + 24]!r}); use data.last_turn_only, another data.enable_thinking, "
-        "or a template with {% generation %}"
+        f"{place}: messages[{turn}] (assistant): the generation prompt before it is not a prefix "
+        f"of it in this chat template (at character {at}: found {text[at : at + 24]!r}, "
+        f"want {prompt[at : at + 24]!r}); use another data.enable_thinking, or a template with "
+        "{% generation %}"
     )
 
 
 def _encode_spans(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]], place: str
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[_Span], place: str
 ) -> tuple[np.ndarray, np.ndarray]:
     ids, offsets = _encode(tokenizer, [text], place)
-    starts = np.asarray([start for start, _ in spans], dtype=np.int64)
+    starts = np.asarray([span.start for span in spans], dtype=np.int64)
     # A server encodes the prompt by itself. Where a token of the whole text reaches over the
     # border between a prompt and its answer, the text is therefore encoded in pieces.
     first_past = np.searchsorted(offsets[:, 1], starts, side="right").clip(max=len(offsets) - 1)
@@ -189,8 +237,15 @@ def _encode_spans(
         ids, offsets = _encode(tokenizer, pieces, place)
 
     mask = np.zeros(len(ids), dtype=np.uint8)
-    for start, end in spans:
-        mask[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = 1
+    for span in spans:
+        if span.rewritten:
+            first = int(np.searchsorted(offsets[:, 0], span.start))
+            answer, _ = _encode(tokenizer, [span.rewritten], place)
+            answer = answer[: len(ids) - first]
+            same = ids[first : first + len(answer)] == answer
+            mask[first : first + int(np.logical_and.accumulate(same).sum())] = 1
+        else:
+            mask[(offsets[:, 1] > span.start) & (offsets[:, 0] < span.end)] = 1
     return ids, mask
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dflash_ext.config import DataConfig, UserError
-from dflash_ext.data.assistant_mask import runs
+from dflash_ext.data.assistant_mask import EncodedChat, runs
 from dflash_ext.data.corpus import (
     Corpus,
     DataReport,
@@ -23,7 +23,7 @@ from dflash_ext.data.corpus import (
     part_in_memory,
     part_on_disk,
 )
-from dflash_ext.data.readers import Row, Shard
+from dflash_ext.data.readers import Shard
 from dflash_ext.data.rows import check_ids, encode_row
 from dflash_ext.data.sources import open_source
 from dflash_ext.target_source import cache_dir
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Corpus", "DataReport", "Example", "dataset_hash", "load_examples", "prompt_and_answer"]
+
+IdsAndMask = tuple[np.ndarray, np.ndarray]
 
 # Less than this is tokenised in seconds and kept in memory, more goes through the cache folder.
 CACHE_ABOVE_BYTES = 64 * 2**20
@@ -56,8 +58,8 @@ def load_examples(
     Args:
         paths: one entry or several.
         tokenizer: the target's tokenizer.
-        cfg: format, max_length, token_budget, last_turn_only, enable_thinking, drop_loops,
-            bad_rows.
+        cfg: format, bad_rows, max_length, token_budget, last_turn_only, split_turns,
+            enable_thinking, drop_loops.
         mask_token_id: the drafter's mask token; text must not contain it.
         vocab_size: rows of the target's embedding table.
 
@@ -113,7 +115,7 @@ class _Encoder:
         core = getattr(tokenizer, "backend_tokenizer", None)
         settings = [
             *(cfg.format, cfg.max_length, cfg.last_turn_only, cfg.enable_thinking, cfg.drop_loops),
-            *(cfg.bad_rows, self.mask_token_id, self.vocab_size),
+            *(cfg.split_turns, cfg.bad_rows, self.mask_token_id, self.vocab_size),
             *(type(tokenizer).__name__, tokenizer.special_tokens_map, tokenizer.chat_template),
             sorted(tokenizer.get_vocab().items()) if core is None else core.to_str(),
         ]
@@ -123,19 +125,19 @@ class _Encoder:
         return digest.hexdigest()
 
     def rows(self, shard: Shard, report: DataReport) -> Rows:
-        """The kept rows of a shard; counts all of them in `report`."""
+        """The kept examples of a shard; counts all of its rows in `report`."""
         for number, row in shard.rows():
             report.rows += 1
             try:
-                example = self._encode(row, shard.place(number), report)
+                encoded = encode_row(row, shard.place(number), self.tokenizer, self.cfg)
+                kept = self._checked(encoded, shard.place(number), report)
             except UserError as error:
                 if self.cfg.bad_rows == "error":
                     raise
                 report.bad += 1
                 report.first_bad = report.first_bad or str(error)
                 continue
-            if example is not None:
-                ids, mask = example
+            for ids, mask in kept:
                 report.kept += 1
                 report.tokens += len(ids)
                 report.supervised_tokens += int(mask.sum())
@@ -144,16 +146,26 @@ class _Encoder:
         if not report.rows:
             raise UserError(f"{shard.name}: found no rows, want one JSON object a line")
 
-    def _encode(
-        self, row: Row, place: str, report: DataReport
+    def _checked(
+        self, encoded: Sequence[EncodedChat], place: str, report: DataReport
+    ) -> list[IdsAndMask]:
+        if not encoded:
+            report.no_assistant += 1
+        for example in encoded:
+            check_ids(example.ids, place, self.mask_token_id, self.vocab_size)
+        # All is well from here on, and can be counted.
+        report.split_rows += max(0, len(encoded) - 1)
+        kept = [self._kept(example, report) for example in encoded]
+        return [example for example in kept if example is not None]
+
+    def _kept(
+        self, example: EncodedChat, report: DataReport
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        encoded = encode_row(row, place, self.tokenizer, self.cfg)
-        if encoded is None or not encoded[1].any():
+        ids, mask = example.ids.astype(np.int32), example.mask
+        report.unlearned += example.unlearned
+        if not mask.any():
             report.no_assistant += 1
             return None
-        ids, mask = encoded
-        check_ids(ids, place, self.mask_token_id, self.vocab_size)
-        ids = ids.astype(np.int32)
         if self.cfg.drop_loops and has_loop(ids, mask, self.special_ids):
             report.loops += 1
             return None

@@ -41,15 +41,21 @@ class Example:
 
 @dataclass(slots=True)
 class DataReport:
-    """What became of the rows: rows = kept + no_assistant + loops + dropped_short + bad."""
+    """What became of the rows.
+
+    rows + split_rows = kept + no_assistant + loops + dropped_short + bad; split_rows are the
+    examples that data.split_turns makes beyond one a row.
+    """
 
     rows: int = 0
+    split_rows: int = 0
     kept: int = 0
     no_assistant: int = 0
     loops: int = 0
     dropped_short: int = 0
     bad: int = 0
     truncated: int = 0
+    unlearned: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
     all_supervised: int = 0
@@ -66,19 +72,26 @@ class DataReport:
     def lines(self) -> list[str]:
         """The counts in words, one line for each thing that happened."""
         share = 100 * self.supervised_tokens / max(1, self.tokens)
+        split = f" and {self.split_rows:,} further answers" if self.split_rows else ""
         lines = [
-            f"{self.kept:,} of {self.rows:,} rows kept: {self.tokens:,} tokens, "
+            f"{self.kept:,} of {self.rows:,} rows{split} kept: {self.tokens:,} tokens, "
             f"{self.supervised_tokens:,} supervised ({share:.0f} %)"
         ]
         for count, what in (
-            (self.no_assistant, "skipped: no assistant turn"),
-            (self.loops, "dropped: an answer ends in a loop (data.drop_loops)"),
-            (self.dropped_short, "dropped: no two supervised tokens in a row"),
-            (self.bad, f"skipped: they cannot be used (data.bad_rows); first: {self.first_bad}"),
-            (self.truncated, "truncated at data.max_length"),
+            (self.no_assistant, "rows skipped: no assistant turn"),
+            (self.loops, "rows dropped: an answer ends in a loop (data.drop_loops)"),
+            (self.dropped_short, "rows dropped: no two supervised tokens in a row"),
+            (self.bad, f"rows skipped: not usable (data.bad_rows); first: {self.first_bad}"),
+            (self.truncated, "rows truncated at data.max_length"),
+            (
+                self.unlearned,
+                "answers supervised in part or not at all: the chat template shows them "
+                "otherwise in history (data.split_turns makes them examples of their own)",
+            ),
+            (self.all_supervised, "rows supervised from the first token on, prompts included"),
         ):
             if count:
-                lines.append(f"{count:,} rows {what}")
+                lines.append(f"{count:,} {what}")
         return lines
 
 

@@ -8,13 +8,13 @@ Rows are `{"messages": [...], "tools": [...]?}` (OpenAI style), `{"conversations
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dflash_ext.config import DataConfig, UserError
-from dflash_ext.data.assistant_mask import encode_chat, runs
+from dflash_ext.data.assistant_mask import EncodedChat, encode_chat, runs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,8 +35,11 @@ _SHAREGPT_ROLES = {
 
 def encode_row(
     row: Row, place: str, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Ids [n] (any integer) and mask [n] uint8; None for a conversation without an assistant turn.
+) -> list[EncodedChat]:
+    """The examples of a row; their ids may be any integers.
+
+    One, or none for a conversation without an assistant turn, or with `split_turns` one for each
+    assistant turn that has a message before it.
 
     With `format: auto` a row that has several kinds counts as the first of `KINDS`.
 
@@ -52,25 +55,48 @@ def encode_row(
         ids, mask = _token_row(row, place)
         if cfg.last_turn_only and mask.any():
             mask[: runs(mask)[-1, 0]] = 0
-        return ids, mask
+        return [EncodedChat(ids, mask, 0)]
     messages, tools = row[kind], row.get("tools")
     if kind == "conversations":
         messages, tools = _from_sharegpt(row, place), _parsed_tools(tools, place)
-    messages = checked_messages(messages, place)
-    if not any(message["role"] == "assistant" for message in messages):
-        return None
-    ids, mask = encode_chat(
+    return _encode_messages(
+        checked_messages(messages, place),
+        checked_tools(tools, place),
+        place,
         tokenizer,
-        messages,
-        place=place,
-        tools=checked_tools(tools, place),
-        enable_thinking=cfg.enable_thinking,
-        last_turn_only=cfg.last_turn_only,
+        cfg,
+        cut_off=row.get("finish") == "length",
     )
-    if row.get("finish") == "length":
-        # The answer was cut off: the template's end of turn is not a token of the target's.
-        mask[np.flatnonzero(mask)[-1:]] = 0
-    return ids, mask
+
+
+def _encode_messages(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, object]] | None,
+    place: str,
+    tokenizer: PreTrainedTokenizerBase,
+    cfg: DataConfig,
+    cut_off: bool,
+) -> list[EncodedChat]:
+    ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if cfg.split_turns and not cfg.last_turn_only:
+        wholes = [end for end in ends if end > 1]  # nothing prompts an answer that comes first
+    else:
+        wholes = ends[-1:]
+    examples = []
+    for end in wholes:
+        example = encode_chat(
+            tokenizer,
+            messages[:end],
+            place=place,
+            tools=tools,
+            enable_thinking=cfg.enable_thinking,
+            last_turn_only=cfg.last_turn_only or cfg.split_turns,
+        )
+        if cut_off and end == ends[-1]:
+            # The template's end of turn is not a token of the target's.
+            example.mask[np.flatnonzero(example.mask)[-1:]] = 0
+        examples.append(example)
+    return examples
 
 
 def checked_messages(messages: object, place: str) -> list[Message]:
