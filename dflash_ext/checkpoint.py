@@ -15,6 +15,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -211,8 +212,13 @@ class CheckpointManager:
 
     def best(self) -> int | None:
         """The step with the highest score, the later one of equals; None if none has a score."""
-        scores = [(score, s) for s in self.steps() if (score := self._score(s)) is not None]
-        return max(scores)[1] if scores else None
+        scores = self.scores()
+        return max(scores, key=lambda step: (scores[step], step)) if scores else None
+
+    def scores(self) -> dict[int, float]:
+        """Scores by step, of the checkpoints that have one."""
+        found = {step: self._score(step) for step in self.steps()}
+        return {step: score for step, score in found.items() if score is not None}
 
     def load(self, step: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Read and verify a checkpoint.
@@ -277,10 +283,12 @@ class CheckpointManager:
             raise DamagedError(f"{folder}: found damaged contents, want a checkpoint") from None
 
     def _score(self, step: int) -> float | None:
+        """None if the checkpoint has none, or none that can be read."""
         try:
-            return json.loads((self._path(step) / META).read_text(encoding="utf-8"))["score"]
-        except (OSError, ValueError, KeyError, TypeError):
+            found = json.loads((self._path(step) / META).read_text(encoding="utf-8"))["score"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
+        return found if type(found) in (int, float) and math.isfinite(found) else None
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"

@@ -85,7 +85,7 @@ class ModelConfig:
 
 @dataclass
 class DrafterConfig:
-    """The drafter's shape. Sizes left null are the target's."""
+    """The drafter's shape. Sizes left null are the target's, or those of the init_from folder."""
 
     num_layers: int = _doc(5, "decoder layers", at_least=1)
     block_size: int = _doc(
@@ -106,7 +106,9 @@ class DrafterConfig:
     )
     sliding_window: int | None = _doc(None, "tokens a sliding_attention layer sees", at_least=1)
     split_fc: bool = _doc(False, "project each captured layer by itself instead of concatenating")
-    init_from: str = _doc("none", "none, target (start from its last layers), or an export folder")
+    init_from: str = _doc(
+        "none", "none, target (start from its last layers), or a drafter's folder, ours or public"
+    )
 
 
 @dataclass
@@ -236,7 +238,9 @@ class CheckpointConfig:
         0, "steps between checkpoints; 0 = only at the end or at a signal", at_least=0
     )
     keep: int = _doc(2, "newest checkpoints kept", at_least=1)
-    keep_best: bool = _doc(False, "also keep the one with the best acceptance length")
+    keep_best: bool = _doc(
+        False, "save at every new best acceptance length, and keep that one, too"
+    )
     async_save: bool = _doc(False, "write in the background")
 
 

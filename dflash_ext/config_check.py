@@ -43,6 +43,12 @@ def validate(cfg: Config) -> None:
         raise UserError(
             "train.ce_weight: found 0, as are kl_weight and cap_lambda, want at least one above 0"
         )
+    if cfg.checkpoint.keep_best and not (cfg.data.eval and train.eval_every):
+        field = "train.eval_every 0" if cfg.data.eval else "an empty data.eval"
+        raise UserError(
+            f"checkpoint.keep_best: found true with {field}, "
+            "want evaluations during the run to choose by"
+        )
     if cfg.log.wandb != "off" and importlib.util.find_spec("wandb") is None:
         raise UserError(
             f"log.wandb: found {cfg.log.wandb} without the package wandb, "

@@ -1,6 +1,6 @@
 """Exported drafters: the Hugging Face layout that z-lab's code, SGLang and vLLM load.
 
-    python -m dflash_ext.export --run runs/X [--step N] --out DIR [--check]
+    python -m dflash_ext.export --run runs/X [--step N|best] --out DIR [--check]
 
 A folder with config.json and model.safetensors; tensor names carry no prefix, and embedding and
 head are the target's, so they are not stored.
@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -29,6 +29,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED_DTYPES = {"float32", "bfloat16", "float16"}
 CHECKED_TEXTS = 3
+Step = int | Literal["best"]
 
 
 def write_export(
@@ -105,7 +106,7 @@ def read_export(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
         raise UserError(f"{path}: found damaged contents ({error}), want the weights") from None
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     if len(dtypes) != 1 or not dtypes <= STORED_DTYPES:
-        found = ", ".join(sorted(dtypes)) or "no tensors"
+        found = f"tensors of {' and '.join(sorted(dtypes))}" if dtypes else "no tensors"
         raise UserError(f"{path}: found {found}, want one of {', '.join(sorted(STORED_DTYPES))}")
     try:
         check_finite(tensors, str(path))
@@ -117,10 +118,15 @@ def read_export(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
 def check_tensors(model: nn.Module, tensors: Mapping[str, Tensor], place: str) -> None:
     """Raise UserError naming a tensor that is missing, unknown, or of another shape."""
     want = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    for name in sorted(want.keys() | tensors.keys()):
-        found = tuple(tensors[name].shape) if name in tensors else "nothing"
-        if found != want.get(name):
-            raise UserError(f"{place}: {name}: found {found}, want {want.get(name, 'nothing')}")
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    names = sorted(want.keys() | found.keys())
+    wrong = [name for name in names if found.get(name) != want.get(name)]
+    if wrong:
+        first, more = wrong[0], len(wrong) - 1
+        raise UserError(
+            f"{place}: {first}: found {found.get(first, 'nothing')}, "
+            f"want {want.get(first, 'nothing')}" + (f" (and {more} others)" if more else "")
+        )
 
 
 def check_finite(tensors: Mapping[str, Tensor], place: str) -> None:
@@ -164,10 +170,13 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def load_run(run: Path, step: int | None) -> tuple[DFlashDraftModel, dict[str, Any]]:
-    """The drafter of a run's checkpoint (default: the newest) and its meta data.
+def load_run(
+    run: Path, step: int | Literal["best"] | None
+) -> tuple[DFlashDraftModel, dict[str, Any]]:
+    """The drafter of a run's checkpoint and its meta data.
 
-    Raises UserError.
+    `step`: None = the newest, "best" = the one with the highest acceptance length. Raises
+    UserError.
     """
     from dflash_ext.checkpoint import CheckpointManager
     from dflash_ext.config import CheckpointConfig
@@ -175,7 +184,12 @@ def load_run(run: Path, step: int | None) -> tuple[DFlashDraftModel, dict[str, A
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise UserError(f"--run: found no {folder}, want the folder of a run")
-    tensors, meta = CheckpointManager(folder, CheckpointConfig()).load(step)
+    checkpoints = CheckpointManager(folder, CheckpointConfig())
+    if step == "best":
+        step = checkpoints.best()
+        if step is None:
+            raise UserError("--step: found no checkpoint with an acceptance length, want a number")
+    tensors, meta = checkpoints.load(step)
     states = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
     with torch.device("meta"):
         model = DFlashDraftModel(DrafterSpec.from_hf_config(meta.get("drafter"), str(folder)))
@@ -215,7 +229,12 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         prog="python -m dflash_ext.export", description="Write a run's drafter for serving."
     )
     parser.add_argument("--run", type=Path, required=True, help="folder of a run: runs/NAME")
-    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument(
+        "--step",
+        type=_step,
+        metavar="N",
+        help="step of the checkpoint, or best: the highest acceptance length (default: the newest)",
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="stored dtype (default: as trained)")
     parser.add_argument(
@@ -224,6 +243,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         help="reload it, read it as the engines do, compare logits with z-lab's package",
     )
     return parser.parse_args(argv)
+
+
+def _step(text: str) -> Step:
+    return "best" if text == "best" else int(text)
 
 
 def main(argv: list[str] | None = None) -> None:

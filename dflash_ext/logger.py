@@ -152,8 +152,8 @@ def write_summary(run_dir: Path, summary: Row) -> None:
 def print_summary(summary: Row, console: Console | None = None) -> None:
     """Prints the end of a run for a reader: time, loss, acceptance, and what to do next.
 
-    Takes summary.json's keys and, if known, ``accept_len_prompt_lookup``, ``export`` (the folder)
-    and ``evaluate`` (the command).
+    Takes summary.json's keys and, if known, ``accept_len_prompt_lookup``, ``export`` (the folder),
+    ``evaluate`` and ``export_best`` (commands).
     """
     console = console or Console()
 
@@ -181,6 +181,8 @@ def print_summary(summary: Row, console: Console | None = None) -> None:
         say("drafter", summary["export"])
     if known("evaluate"):
         say("evaluate it with", summary["evaluate"])
+    if known("export_best"):
+        say("export the best", summary["export_best"])
 
 
 def duration(seconds: float) -> str:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import queue
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dflash_ext.checkpoint import CheckpointManager
 from dflash_ext.config import Config, UserError, check_layer_ids, to_dict
 from dflash_ext.data.check import describe_data
 from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load_examples
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
+from dflash_ext.drafter.init import (
+    check_start,
+    init_from_folder,
+    start_differences,
+    start_spec,
+)
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.drafter.loss import Objective
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead, drafter_spec
+from dflash_ext.export import check_tensors
 from dflash_ext.grad_sync import GradSync, make_store
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.layout import BlockLayout
@@ -27,6 +33,7 @@ from dflash_ext.logger import RunLogger
 from dflash_ext.metrics import MetricStream
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import build_optimizer
+from dflash_ext.resume import Resume, load_resume
 from dflash_ext.supervisor import Supervisor, Worker
 from dflash_ext.target import (
     Target,
@@ -37,23 +44,7 @@ from dflash_ext.target import (
 )
 from dflash_ext.target_loop import TargetForwardLoop
 
-# Fields that a resumed run may change; all of log, checkpoint and topology may too. A text that
-# moved is found by its hash.
-MAY_CHANGE = {
-    *("data.train", "data.eval", "data.num_workers", "train.steps", "train.epochs"),
-    *("train.metrics_every", "train.eval_every", "train.stall_timeout_s"),
-    *("train.max_nonfinite_steps", "train.recompute"),
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass
-class Resume:
-    """What a checkpoint gives back."""
-
-    step: int = 0
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -74,9 +65,11 @@ class Pipeline:
         self.cfg, self.run_dir = cfg, run_dir
         self.dtype = DTYPES[cfg.model.dtype]
         self.world = len(cfg.topology.drafters)
-        self._load_data_and_target()
         self.checkpoints = CheckpointManager(run_dir / "checkpoints", cfg.checkpoint)
-        self.resume = self._load_resume() if resume else Resume()
+        self.resume = load_resume(self.checkpoints, cfg) if resume else Resume()
+        self.start = self.resume.drafter or start_spec(cfg.drafter)
+        self._load_data_and_target()
+        self.resume.check_same_text(self.data_hash)
         self._build_drafter()
         self.total_steps = self.planner.total_steps()
         if self.total_steps < self.resume.step:
@@ -104,13 +97,8 @@ class Pipeline:
             require_fast_gdn=cfg.model.require_fast_gdn,
         )
         info = self.target.info
-        self.layer_ids = cfg.model.target_layer_ids or default_target_layer_ids(
-            info.num_layers, cfg.drafter.num_layers
-        )
+        self.layer_ids, self.mask_token_id = self._layers_and_mask()
         check_layer_ids(self.layer_ids, info.num_layers)
-        self.mask_token_id = cfg.drafter.mask_token_id
-        if self.mask_token_id is None:
-            self.mask_token_id = pick_mask_token_id(info, self.tokenizer)
         if not 0 <= self.mask_token_id < info.vocab_size:
             raise UserError(
                 f"drafter.mask_token_id: found {self.mask_token_id}, "
@@ -126,6 +114,19 @@ class Pipeline:
             self.examples, cfg.data, cfg.train, self.layout, self.world, self.eval_examples
         )
 
+    def _layers_and_mask(self) -> tuple[list[int], int]:
+        """Captured layers and mask token: as configured, else those of the drafter that the run
+        starts from, else chosen by the target."""
+        cfg, info, start = self.cfg, self.target.info, self.start
+        ids, mask = cfg.model.target_layer_ids, cfg.drafter.mask_token_id
+        if start is not None:
+            check_start(start, info, ids)
+            ids = ids or list(start.target_layer_ids)
+            mask = start.mask_token_id if mask is None else mask
+        if ids is None:
+            ids = default_target_layer_ids(info.num_layers, cfg.drafter.num_layers)
+        return ids, pick_mask_token_id(info, self.tokenizer) if mask is None else mask
+
     def _examples(self, paths: list[str]) -> tuple[Corpus, DataReport]:
         return load_examples(
             paths,
@@ -135,46 +136,20 @@ class Pipeline:
             vocab_size=self.target.info.vocab_size,
         )
 
-    def _load_resume(self) -> Resume:
-        tensors, meta = self.checkpoints.load()
-        self._check_same_run(meta["config"])
-        if meta["world"] != self.world:
-            raise UserError(
-                f"topology.drafters: found {self.world}, want {meta['world']} drafters "
-                "as in the run to resume"
-            )
-        found, want = self.data_hash, meta["data_hash"]
-        if found != want:
-            raise UserError(
-                f"data.train: found text with hash {found[:12]}, "
-                f"want {want[:12]} as in the checkpoint of step {meta['step']}"
-            )
-        return Resume(meta["step"], tensors, meta)
-
-    def _check_same_run(self, saved: dict[str, Any]) -> None:
-        """What decides the weights must be as it was; lengths, logging and machines may change."""
-        now = to_dict(self.cfg)
-        for section in ("model", "drafter", "data", "train"):
-            for name, value in now[section].items():
-                old = saved[section].get(name)
-                if f"{section}.{name}" not in MAY_CHANGE and value != old:
-                    raise UserError(
-                        f"{section}.{name}: found {value!r}, want {old!r} as in the run to resume"
-                    )
-
     def _build_drafter(self) -> None:
         cfg, target = self.cfg, self.target
-        assert self.mask_token_id is not None
-        spec = drafter_spec(cfg, target.info, self.mask_token_id, self.layer_ids)
+        spec = drafter_spec(cfg, target.info, self.mask_token_id, self.layer_ids, self.start)
         self.model = DFlashDraftModel(spec)
         if self.resume.tensors:
-            self.model.load_state_dict(_sub(self.resume.tensors, "model."))
+            states = self.resume.part("model.")
+            check_tensors(self.model, states, str(self.checkpoints.folder))
+            self.model.load_state_dict(states)
         elif cfg.drafter.init_from == "target":
             self.model.init_from_target(target)
         elif cfg.drafter.init_from == "none":
             self.model.init_weights(cfg.train.seed)
         else:
-            self.model = DFlashDraftModel.from_pretrained(cfg.drafter.init_from, expect=spec)
+            self.model = init_from_folder(spec, cfg.drafter.init_from)
         self.model.recompute = cfg.train.recompute
         self.model.to(self.dtype)
 
@@ -234,7 +209,7 @@ class Pipeline:
         model = self.model if rank == 0 else copy.deepcopy(self.model)
         optimizer = build_optimizer(list(model.named_parameters()), cfg.train, self.total_steps)
         if self.resume.tensors:
-            optimizer.load_state_tensors(_sub(self.resume.tensors, "optimizer."))
+            optimizer.load_state_tensors(self.resume.part("optimizer."))
         device = torch.device(cfg.topology.drafters[rank])
         return DrafterTrainLoop(
             cfg,
@@ -260,6 +235,7 @@ class Pipeline:
             eval_steps=self.eval_steps,
             num_eval_plans=self.num_eval_plans,
             save=self._save if rank == 0 else None,
+            best_score=max(self.checkpoints.scores().values(), default=-math.inf),
             cpu_threads=self.cpu_threads,
             eval_threads=self.cpu_threads * (len(cfg.topology.targets) + self.world),
         )
@@ -305,6 +281,7 @@ class Pipeline:
             f"drafter  {spec.num_layers} layers, {params / 1e6:.1f} M parameters, "
             f"block {spec.block_size}, mask token {mask!r} ({spec.mask_token_id}), "
             f"started from {cfg.drafter.init_from}",
+            *self._start_lines(),
             *self.data_report.lines(),
             f"plan     {self.total_steps} steps of {cfg.train.grad_accum * self.world} batches, "
             f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each, "
@@ -314,6 +291,12 @@ class Pipeline:
             f"memory   target {target_bytes * mib:.0f} MiB, slots {slots * mib:.0f} MiB, drafter "
             f"weights, gradients and optimizer {params * 16 * self.world * mib:.0f} MiB",
         ]
+
+    def _start_lines(self) -> list[str]:
+        """Where a run departs from what the weights it starts from were trained with."""
+        if self.start is None or self.resume.drafter is not None:
+            return []
+        return [f"start    {line}" for line in start_differences(self.model.spec, self.start)]
 
     def describe_data(self) -> list[str]:
         """What the model will see. Raises UserError for a mask that cannot be meant."""
@@ -367,7 +350,3 @@ class Pipeline:
         if self.resume.step == self.total_steps:
             return self.resume.meta["score"]
         return self.drafter_loops[0].scores.get(self.total_steps)
-
-
-def _sub(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

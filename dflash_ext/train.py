@@ -106,7 +106,14 @@ def _advice(cfg: Config, pipeline: Pipeline, run_dir: Path) -> dict[str, str]:
     )
     if cfg.data.eval:
         command += f" --data {cfg.data.eval[0]}"
-    return {"export": str(run_dir / "export"), "evaluate": command}
+    advice = {"export": str(run_dir / "export"), "evaluate": command}
+    best = pipeline.checkpoints.best() if cfg.checkpoint.keep_best else None
+    if best not in (None, pipeline.done_steps):
+        out = run_dir / "export_best"
+        advice["export_best"] = (
+            f"python -m dflash_ext.export --run {run_dir} --step best --out {out}"
+        )
+    return advice
 
 
 if __name__ == "__main__":

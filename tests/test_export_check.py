@@ -225,7 +225,10 @@ def test_the_report(spec, tmp_path):
         (transform("fc.weight", lambda w: w[:, :32]), r"fc.weight: found \(32, 32\)"),
         (transform("norm.weight", lambda w: w * float("inf")), "norm.weight has non-finite"),
         (transform("layers.1.self_attn.k_proj.weight", lambda w: w.flip(0)), "other outputs"),
-        (transform("norm.weight", lambda w: w.bfloat16()), "found bfloat16, float32, want one"),
+        (
+            transform("norm.weight", lambda w: w.bfloat16()),
+            "found tensors of bfloat16 and float32, want one",
+        ),
         (transform("norm.weight", lambda w: w * 0), "norm.weight: found only zeros"),
     ],
     ids=["dropped", "prefixed", "extra", "shape", "inf", "permuted", "dtype", "zero"],

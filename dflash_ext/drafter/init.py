@@ -1,7 +1,9 @@
-"""Start a drafter from its target's last layers."""
+"""Start a drafter from its target's last layers, or from an exported one."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,13 +11,70 @@ from torch import Tensor, nn
 
 from dflash_ext.config import UserError
 from dflash_ext.drafter.model import DFlashDraftModel
+from dflash_ext.drafter.spec import DrafterSpec
 
 if TYPE_CHECKING:
-    from dflash_ext.target import Target
+    from dflash_ext.config import DrafterConfig
+    from dflash_ext.target import Target, TargetInfo
 
 # Families whose layer is a plain pre-norm layer with RMSNorm (x * weight) and SwiGLU.
 COMPATIBLE_TARGETS = ("llama", "mistral", "qwen3")
 PROBE_TOKENS = 128
+# What a run may change of the drafter it starts from: tokens and sizes that are the target's.
+_TARGETS_OWN = {
+    *("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_ids", "pad_token_id"),
+}
+
+
+def start_spec(drafter: "DrafterConfig") -> DrafterSpec | None:
+    """The drafter that `drafter.init_from` names as a folder; None for none and target.
+
+    Raises UserError if it cannot be read, or has another number of layers than configured.
+    """
+    from dflash_ext.export import read_spec
+
+    if drafter.init_from in ("none", "target"):
+        return None
+    spec = read_spec(Path(drafter.init_from).expanduser())
+    if spec.num_layers != drafter.num_layers:
+        raise UserError(
+            f"drafter.num_layers: found {drafter.num_layers}, want {spec.num_layers} "
+            f"as in {drafter.init_from}"
+        )
+    return spec
+
+
+def check_start(start: DrafterSpec, info: "TargetInfo", layer_ids: list[int] | None) -> None:
+    """Refuse a start that was made for a target of another shape.
+
+    `layer_ids`: the run's own captured layers, None if it takes over those of the start. Raises
+    UserError.
+    """
+    wanted = [("hidden_size", info.hidden_size)]
+    if layer_ids is None:
+        wanted.append(("num_target_layers", info.num_layers))
+    for name, want in wanted:
+        if getattr(start, name) != want:
+            hint = "" if name == "hidden_size" else ", or set model.target_layer_ids"
+            raise UserError(
+                f"drafter.init_from: {name}: found {getattr(start, name)}, "
+                f"want the target's {want}{hint}"
+            )
+
+
+def init_from_folder(spec: DrafterSpec, folder: str) -> DFlashDraftModel:
+    """A drafter of this spec with the weights of an exported one, in their dtype.
+
+    Raises UserError naming a tensor that is missing, unknown or of another shape.
+    """
+    return DFlashDraftModel.from_pretrained(Path(folder).expanduser(), expect=spec)
+
+
+def start_differences(spec: DrafterSpec, start: DrafterSpec) -> list[str]:
+    """What the weights of `start` were trained with and this run does otherwise, for people."""
+    fields = [f.name for f in dataclasses.fields(spec) if f.name not in _TARGETS_OWN]
+    pairs = [(name, getattr(start, name), getattr(spec, name)) for name in fields]
+    return [f"{name} {there} there, {here} here" for name, there, here in pairs if there != here]
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class DrafterTrainLoop:
         eval_steps: steps before which the evaluation batches of drafter 0 come.
         num_eval_plans: how many evaluation batches there are each time.
         save: writes a checkpoint after this many steps (drafter 0 only).
+        best_score: the highest acceptance length of an earlier part of this run, else -inf.
         cpu_threads, eval_threads: of this thread's operators in training and in evaluation,
             during which the other workers wait.
     """
@@ -68,6 +70,7 @@ class DrafterTrainLoop:
         eval_steps: set[int],
         num_eval_plans: int,
         save: Callable[[int], None] | None,
+        best_score: float,
         cpu_threads: int,
         eval_threads: int,
     ) -> None:
@@ -85,6 +88,7 @@ class DrafterTrainLoop:
         self.marks: deque[Mark] = deque()
         self.evals: deque[tuple[int, list[list[int]]]] = deque()
         self.scores: dict[int, float] = {}
+        self.best_score = best_score
 
     def run(self, worker: Worker) -> None:
         torch.set_num_threads(self.cpu_threads)
@@ -168,8 +172,18 @@ class DrafterTrainLoop:
     def _maybe_save(self, done: int) -> None:
         """Between steps, behind the evaluation, whose score belongs to the checkpoint."""
         every = self.cfg.checkpoint.every
-        if self.save is not None and every and done % every == 0 and done != self.steps.start:
+        due = bool(every) and done % every == 0
+        best = self._is_best(done) and self.cfg.checkpoint.keep_best
+        if self.save is not None and (due or best) and done != self.steps.start:
             self.save(done)
+
+    def _is_best(self, step: int) -> bool:
+        """Whether the evaluation of this step, if there was one, is the best so far."""
+        score = self.scores.get(step, -math.inf)
+        if not score > self.best_score:  # NaN is no better either
+            return False
+        self.best_score = score
+        return True
 
     def _maybe_evaluate(self, step: int, worker: Worker) -> None:
         """Acceptance lengths of the held-out text; consumes this step's evaluation batches."""

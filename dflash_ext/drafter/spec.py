@@ -90,31 +90,40 @@ class DrafterSpec:
 
 
 def drafter_spec(
-    cfg: "Config", info: "TargetInfo", mask_token_id: int, target_layer_ids: Sequence[int]
+    cfg: "Config",
+    info: "TargetInfo",
+    mask_token_id: int,
+    target_layer_ids: Sequence[int],
+    start: DrafterSpec | None = None,
 ) -> DrafterSpec:
-    """The drafter of this run: its own sizes where configured, the target's everywhere else.
+    """The drafter of this run: its own sizes where configured, elsewhere those of `start`, the
+    drafter it starts from, and without one the target's.
 
     Raises UserError naming the field if the configured sizes do not fit together.
     """
     drafter = cfg.drafter
-    layer_types = tuple(drafter.layer_types or [FULL] * drafter.num_layers)
+    like: TargetInfo | DrafterSpec = start or info
+    layer_types, window, causal = drafter.layer_types, drafter.sliding_window, None
+    if layer_types is None and start is not None:
+        layer_types, window, causal = [*start.layer_types], start.sliding_window, start.causal
     return DrafterSpec(
         hidden_size=info.hidden_size,
-        intermediate_size=drafter.intermediate_size or info.intermediate_size,
+        intermediate_size=drafter.intermediate_size or like.intermediate_size,
         num_layers=drafter.num_layers,
-        num_attention_heads=drafter.num_attention_heads or info.num_attention_heads,
-        num_key_value_heads=drafter.num_key_value_heads or info.num_key_value_heads,
-        head_dim=drafter.head_dim or info.head_dim,
+        num_attention_heads=drafter.num_attention_heads or like.num_attention_heads,
+        num_key_value_heads=drafter.num_key_value_heads or like.num_key_value_heads,
+        head_dim=drafter.head_dim or like.head_dim,
         vocab_size=info.vocab_size,
-        rms_norm_eps=info.rms_norm_eps,
-        rope_theta=info.rope_theta,
+        rms_norm_eps=like.rms_norm_eps,
+        rope_theta=like.rope_theta,
         max_position_embeddings=info.max_position_embeddings,
         block_size=drafter.block_size,
         mask_token_id=mask_token_id,
         target_layer_ids=tuple(target_layer_ids),
         num_target_layers=info.num_layers,
-        layer_types=layer_types,
-        sliding_window=drafter.sliding_window,
+        layer_types=tuple(layer_types or [FULL] * drafter.num_layers),
+        sliding_window=window,
+        causal=causal,
         embed_scale=info.embed_scale,
         logit_scale=info.logit_scale,
         softcap=info.softcap,

@@ -1,0 +1,90 @@
+"""What a checkpoint gives back to a run, and whether it is a checkpoint of that run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any
+
+from torch import Tensor
+
+from dflash_ext.checkpoint import CheckpointManager
+from dflash_ext.config import Config, UserError, to_dict
+from dflash_ext.config_values import shown
+from dflash_ext.drafter.spec import DrafterSpec
+
+# Fields that a resumed run may change; all of log, checkpoint and topology may too. A text that
+# moved is found by its hash.
+MAY_CHANGE = {
+    *("data.train", "data.eval", "data.num_workers", "train.steps", "train.epochs"),
+    *("train.metrics_every", "train.eval_every", "train.stall_timeout_s"),
+    *("train.max_nonfinite_steps", "train.recompute"),
+}
+_META: dict[str, tuple[type, ...]] = {
+    "world": (int,),
+    "tokens": (int,),
+    "data_hash": (str,),
+    "config": (dict,),
+    "drafter": (dict,),
+    "score": (int, float, NoneType),
+    "accept_len_before": (int, float, NoneType),
+}
+
+
+@dataclass
+class Resume:
+    """What a checkpoint gives back: nothing, for a run that starts."""
+
+    step: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+    drafter: DrafterSpec | None = None
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names start with `prefix`, without it."""
+        named = self.tensors.items()
+        return {k.removeprefix(prefix): v for k, v in named if k.startswith(prefix)}
+
+    def check_same_text(self, data_hash: str) -> None:
+        """Raise UserError if the run trained on other text."""
+        want = self.meta.get("data_hash", data_hash)
+        if data_hash != want:
+            raise UserError(
+                f"data.train: found text with hash {data_hash[:12]}, "
+                f"want {want[:12]} as in the checkpoint of step {self.step}"
+            )
+
+
+def load_resume(checkpoints: CheckpointManager, cfg: Config) -> Resume:
+    """The newest intact checkpoint. Raises UserError if there is none, or none of this run."""
+    tensors, meta = checkpoints.load()
+    place = f"{checkpoints.folder}, step {meta['step']}"
+    for name, types in _META.items():
+        if type(meta.get(name)) not in types:
+            raise UserError(
+                f"{place}: meta data: {name}: found {shown(meta.get(name))}, "
+                f"want a checkpoint of this program"
+            )
+    _check_same_run(meta["config"], cfg, place)
+    world = len(cfg.topology.drafters)
+    if meta["world"] != world:
+        raise UserError(
+            f"topology.drafters: found {world}, want {meta['world']} drafters "
+            "as in the run to resume"
+        )
+    return Resume(meta["step"], tensors, meta, DrafterSpec.from_hf_config(meta["drafter"], place))
+
+
+def _check_same_run(saved: dict[str, Any], cfg: Config, place: str) -> None:
+    """What decides the weights must be as it was; lengths, logging and machines may change."""
+    now, defaults = to_dict(cfg), to_dict(Config())
+    for section in ("model", "drafter", "data", "train"):
+        if not isinstance(saved.get(section), dict):
+            found = shown(saved.get(section))
+            raise UserError(f"{place}: meta data: config.{section}: found {found}, want its fields")
+        for name, value in now[section].items():
+            old = saved[section].get(name, defaults[section][name])  # a field of a later release
+            if f"{section}.{name}" not in MAY_CHANGE and value != old:
+                raise UserError(
+                    f"{section}.{name}: found {value!r}, want {old!r} as in the run to resume"
+                )
