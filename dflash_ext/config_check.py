@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash_ext import _C
 from dflash_ext.config_values import UserError, shown, split_weight
 
 if TYPE_CHECKING:
-    from dflash_ext.config import Config, DrafterConfig
+    from dflash_ext.config import Config, DrafterConfig, TopologyConfig
 
 MAX_BLOCK_SIZE = 32  # what block_attention and the per-slot metric words are laid out for
 MAX_SEED = 2**63 - 1
@@ -152,3 +153,22 @@ def _check_devices(key: str, devices: list[str]) -> None:
     for device in devices:
         if device not in known:
             raise UserError(f"{key}: found {device}, want one of {', '.join(known)}")
+
+
+def check_topology(topology: TopologyConfig) -> None:
+    """Refuse workers on CPUs beside workers on GPUs, and GPUs the extension has no kernels for.
+
+    Raises:
+        UserError: naming topology.targets or topology.drafters.
+    """
+    on_cpu = [device == "cpu" for device in [*topology.targets, *topology.drafters]]
+    if any(on_cpu) and not all(on_cpu):
+        raise UserError(
+            f"topology.drafters: found {topology.drafters} with targets {topology.targets}, "
+            "want all on cpu or all on GPUs"
+        )
+    if not all(on_cpu) and not _C.with_cuda:
+        raise UserError(
+            f"topology.targets: found {topology.targets[0]} and an extension built without CUDA, "
+            "want cpu, or a build with nvcc and a CUDA build of torch"
+        )

@@ -7,14 +7,21 @@ target waits: that is the back-pressure of the whole pipeline.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from dflash_ext.data.packing import Ticket
+from dflash_ext.data.packing import BatchPlan, Ticket
 from dflash_ext.supervisor import Supervisor
+
+# What a drafter reads of a plan; the rest is for the target.
+DRAFTER_TENSORS = (
+    *("doc_start", "anchors", "ctx_start", "ctx_end", "labels", "weights", "rows", "n_rows"),
+    *("teacher_index", "weight_sum"),
+)
 
 
 class SlotState(Enum):
@@ -26,6 +33,10 @@ class SlotState(Enum):
 
 class Slot:
     """Hidden states of one packed batch.
+
+    The host hands a slot over before the GPUs are done with it: on a GPU the target's stream calls
+    `wait_free` before its first write and `set_ready` after the last, the drafter's stream
+    `wait_ready` and `set_free`. On a CPU these do nothing.
 
     Attributes:
         hidden: ``[token_budget, num_layers * hidden_size]``, the captured layers side by side;
@@ -56,6 +67,51 @@ class Slot:
         self.high_water = torch.zeros(2, dtype=torch.int64, device=device)
         self.state = SlotState.FREE
         self.ticket: Ticket | None = None
+        self._ready: torch.cuda.Event | None = None
+        self._free: torch.cuda.Event | None = None
+        self._plan: BatchPlan | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def plan_on_device(self) -> BatchPlan:
+        """The ticket's plan where the slot is. On a GPU the tensors that the drafter reads are
+        copied on the current stream, to the same addresses as long as their shapes stay."""
+        assert self.ticket is not None
+        plan = self.ticket.plan
+        if self.device.type == "cpu":
+            return plan
+        source = {name: getattr(plan, name) for name in DRAFTER_TENSORS}
+        kept = {} if self._plan is None else {n: getattr(self._plan, n) for n in source}
+        if all(n in kept and kept[n].shape == t.shape for n, t in source.items()):
+            for name, tensor in source.items():
+                kept[name].copy_(tensor, non_blocking=True)
+        else:
+            kept = {n: t.to(self.device, non_blocking=True) for n, t in source.items()}
+        self._plan = dataclasses.replace(plan, **kept)
+        return self._plan
+
+    def wait_free(self) -> None:
+        if self._free is not None:
+            self._free.wait()
+
+    def set_ready(self) -> None:
+        self._ready = self._event()
+
+    def wait_ready(self) -> None:
+        if self._ready is not None:
+            self._ready.wait()
+
+    def set_free(self) -> None:
+        self._free = self._event()
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # a new one each time: it belongs to the device that records it
+        event.record()
+        return event
 
 
 class BufferedHSQueue:

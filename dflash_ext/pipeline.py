@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import os
 import queue
@@ -13,6 +14,7 @@ import torch
 
 from dflash_ext.checkpoint import CheckpointManager
 from dflash_ext.config import Config, UserError, check_layer_ids, to_dict
+from dflash_ext.config_check import check_topology
 from dflash_ext.data.check import describe_data
 from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load_examples
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
@@ -55,13 +57,7 @@ class Pipeline:
     """
 
     def __init__(self, cfg: Config, run_dir: Path, resume: bool = False) -> None:
-        for side in ("targets", "drafters"):
-            for device in getattr(cfg.topology, side):
-                if device != "cpu":
-                    raise UserError(
-                        f"topology.{side}: found {device}, want cpu: "
-                        "this release has no GPU kernels yet"
-                    )
+        check_topology(cfg.topology)
         self.cfg, self.run_dir = cfg, run_dir
         self.dtype = DTYPES[cfg.model.dtype]
         self.world = len(cfg.topology.drafters)
@@ -154,7 +150,7 @@ class Pipeline:
         self.model.to(self.dtype)
 
     def _build_stages(self) -> None:
-        cfg, info = self.cfg, self.target.info
+        cfg = self.cfg
         self.tickets: queue.Queue[Ticket | None] = queue.Queue(2 * len(cfg.topology.targets) + 1)
         self.queues = [self._hs_queue(device) for device in cfg.topology.drafters]
         self.eval_steps: set[int] = set()
@@ -166,27 +162,38 @@ class Pipeline:
             self.eval_steps.discard(self.resume.step)  # its result is in the checkpoint
         self.num_eval_plans = sum(1 for _ in self.planner.iter_eval_plans())
         self.prefetcher = BatchPrefetcher(self.planner)
-        self.target_loops = [
-            TargetForwardLoop(
-                self.target.replica(),
-                self.layer_ids,
-                self.tickets,
-                self.queues,
-                self.supervisor,
-                self.cpu_threads,
-            )
-            for _ in cfg.topology.targets
-        ]
-        head = FrozenHead(
-            self.target.embed_weight,
-            self.target.head_weight,
-            embed_scale=info.embed_scale,
-            logit_scale=info.logit_scale,
-            softcap=info.softcap,
-            valid_vocab=info.vocab_size,
-        )
+        common = (self.layer_ids, self.tickets, self.queues, self.supervisor, self.cpu_threads)
+        self.target_loops = [TargetForwardLoop(t, *common) for t in self._target_replicas()]
+        heads = self._heads()
         store = make_store()
-        self.drafter_loops = [self._drafter_loop(rank, head, store) for rank in range(self.world)]
+        models = [self.model, *(copy.deepcopy(self.model) for _ in range(self.world - 1))]
+        self.drafter_loops = [
+            self._drafter_loop(rank, models[rank], heads[device], store)
+            for rank, device in enumerate(cfg.topology.drafters)
+        ]
+
+    def _target_replicas(self) -> list[Target]:
+        """One for each target thread; those of one device share their parameters."""
+        devices = self.cfg.topology.targets
+        copies = {device: self.target.on_device(device) for device in set(devices)}
+        return [copies[device].replica() for device in devices]
+
+    def _heads(self) -> dict[str, FrozenHead]:
+        """The target's embedding and head on every drafter's device, once each."""
+        info = self.target.info
+
+        def on(device: str) -> FrozenHead:
+            embed = self.target.embed_weight.to(device)
+            return FrozenHead(
+                embed,
+                embed if info.tied else self.target.head_weight.to(device),
+                embed_scale=info.embed_scale,
+                logit_scale=info.logit_scale,
+                softcap=info.softcap,
+                valid_vocab=info.vocab_size,
+            )
+
+        return {device: on(device) for device in set(self.cfg.topology.drafters)}
 
     def _hs_queue(self, device: str) -> BufferedHSQueue:
         cfg = self.cfg
@@ -204,13 +211,15 @@ class Pipeline:
         ]
         return BufferedHSQueue(slots, self.supervisor)
 
-    def _drafter_loop(self, rank: int, head: FrozenHead, store: Any) -> DrafterTrainLoop:
+    def _drafter_loop(
+        self, rank: int, model: DFlashDraftModel, head: FrozenHead, store: Any
+    ) -> DrafterTrainLoop:
         cfg = self.cfg
-        model = self.model if rank == 0 else copy.deepcopy(self.model)
+        device = torch.device(cfg.topology.drafters[rank])
+        model.to(device)
         optimizer = build_optimizer(list(model.named_parameters()), cfg.train, self.total_steps)
         if self.resume.tensors:
             optimizer.load_state_tensors(self.resume.part("optimizer."))
-        device = torch.device(cfg.topology.drafters[rank])
         return DrafterTrainLoop(
             cfg,
             rank=rank,
@@ -257,6 +266,8 @@ class Pipeline:
             tokens_before=self.tokens_before,
             finished=lambda: not any(w.thread and w.thread.is_alive() for w in workers),
         )
+        for device in self.gpus():  # the workers' streams do not wait for this one's
+            torch.cuda.synchronize(device)
         supervisor.spawn("prefetcher", self._prefetch)
         for i, target_loop in enumerate(self.target_loops):
             supervisor.spawn(f"target {i}", target_loop.run)
@@ -266,6 +277,11 @@ class Pipeline:
         supervisor.wait([*workers, monitor])
         self.checkpoints.close()
         return self.monitor
+
+    def gpus(self) -> list[str]:
+        """The GPUs of this run."""
+        topology = self.cfg.topology
+        return sorted({d for d in [*topology.targets, *topology.drafters] if d != "cpu"})
 
     def describe(self) -> list[str]:
         """What is about to run, for people: models, text, steps, memory."""
@@ -309,8 +325,11 @@ class Pipeline:
 
     def _prefetch(self, worker: Worker) -> None:
         torch.set_num_threads(1)
+        gpus = self.gpus()
         for ticket in self.prefetcher.tickets(self.resume.step, self.eval_steps):
             worker.at(f"step {ticket.step}, batch {ticket.plan.batch_id}")
+            if gpus:  # copies from memory that is not pinned would wait
+                ticket = dataclasses.replace(ticket, plan=ticket.plan.pin_memory())
             self.supervisor.put(self.tickets, ticket)
         self.supervisor.put(self.tickets, None)
 

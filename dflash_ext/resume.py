@@ -18,7 +18,7 @@ from dflash_ext.drafter.spec import DrafterSpec
 MAY_CHANGE = {
     *("data.train", "data.eval", "data.num_workers", "train.steps", "train.epochs"),
     *("train.metrics_every", "train.eval_every", "train.stall_timeout_s"),
-    *("train.max_nonfinite_steps", "train.recompute"),
+    *("train.max_nonfinite_steps", "train.recompute", "train.cuda_graph"),
 }
 _META: dict[str, tuple[type, ...]] = {
     "world": (int,),

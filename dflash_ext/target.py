@@ -255,6 +255,12 @@ class Target:
         shared = {id(p): p for p in self.model.parameters()}
         return Target(copy.deepcopy(self.model, shared), self.info)
 
+    def on_device(self, device: torch.device | str) -> Target:
+        """This target if it is there, else one with parameters of its own."""
+        if torch.device(device) == self.device:
+            return self
+        return Target(copy.deepcopy(self.model).to(device), self.info)
+
     @torch.no_grad()
     def forward_capture(
         self,

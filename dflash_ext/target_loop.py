@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 
 import torch
 from torch import Tensor
 
 from dflash_ext import ops
 from dflash_ext.data.packing import Ticket
+from dflash_ext.devices import BusyClock, worker_stream
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.supervisor import Supervisor, Worker
 from dflash_ext.target import Target
+
+MAX_IN_FLIGHT = 2  # batches that the host may have launched before the GPU has done them
+POLL_S = 0.0005
 
 
 class TargetForwardLoop:
@@ -39,12 +44,21 @@ class TargetForwardLoop:
         self.queues = queues
         self.supervisor = supervisor
         self.cpu_threads = cpu_threads
-        self.busy_s = 0.0
+        self.clock = BusyClock(target.device)
         self.tokens = 0
+        self._in_flight: deque[torch.cuda.Event] = deque()
+
+    @property
+    def busy_s(self) -> float:
+        return self.clock.seconds
 
     @torch.no_grad()
     def run(self, worker: Worker) -> None:
         torch.set_num_threads(self.cpu_threads)
+        with worker_stream(self.target.device):
+            self._run(worker)
+
+    def _run(self, worker: Worker) -> None:
         while True:
             worker.at("waiting for a batch")
             ticket = self.supervisor.get(self.tickets)
@@ -55,20 +69,34 @@ class TargetForwardLoop:
             worker.at(f"step {ticket.step}, batch {ticket.plan.batch_id}, waiting for a slot")
             slot = hs_queue.acquire(ticket)
             worker.at(f"step {ticket.step}, batch {ticket.plan.batch_id}")
-            start = time.perf_counter()
-            self._fill(slot, ticket)
-            self.busy_s += time.perf_counter() - start
+            self._limit_in_flight()
+            slot.wait_free()
+            with self.clock.measure():
+                self._fill(slot, ticket)
             self.tokens += ticket.plan.n_tokens
             hs_queue.publish(slot)
 
+    def _limit_in_flight(self) -> None:
+        """Keeps the host near its GPU; without a limit it would run ahead of it for ever."""
+        if self.target.device.type == "cpu":
+            return
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            if self._in_flight[0].query():
+                self._in_flight.popleft()
+            else:
+                self.supervisor.check()
+                time.sleep(POLL_S)
+
     def _fill(self, slot: Slot, ticket: Ticket) -> None:
-        plan = ticket.plan
-        n_rows = torch.tensor(plan.n_tokens)
+        plan, device = ticket.plan, self.target.device
+        n_rows = torch.full((), plan.n_tokens, device=device)
+        src_index = plan.src_index.to(device, non_blocking=True)
+        input_ids = plan.input_ids.to(device, non_blocking=True)
 
         def pack(column: int, hidden: Tensor) -> None:
             ops.pack_hidden(
                 [hidden],
-                plan.src_index,
+                src_index,
                 slot.hidden,
                 n_rows=n_rows,
                 high_water=slot.high_water[0],
@@ -76,14 +104,17 @@ class TargetForwardLoop:
             )
 
         last = self.target.forward_capture(
-            plan.input_ids, self.layer_ids, pack, need_last=slot.last_hidden is not None
+            input_ids, self.layer_ids, pack, need_last=slot.last_hidden is not None
         )
         if slot.last_hidden is not None:
             assert last is not None
             ops.pack_hidden(
                 [last],
-                plan.src_index,
+                src_index,
                 slot.last_hidden,
                 n_rows=n_rows,
                 high_water=slot.high_water[1],
             )
+        slot.set_ready()
+        if device.type == "cuda":
+            self._in_flight.append(torch.cuda.current_stream().record_event())

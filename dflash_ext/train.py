@@ -90,7 +90,7 @@ def _summary(pipeline: Pipeline, monitor: Monitor, seconds: float) -> dict[str, 
         "accept_len_after": pipeline.accept_len_after,
         "accept_len_prompt_lookup": accept_len(lookup) if lookup else None,
         "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
-        "peak_gpu_mib": 0,
+        "peak_gpu_mib": max(map(_peak_gpu_mib, pipeline.gpus()), default=0),
         "versions": {
             "dflash_ext": dflash_ext.__version__,
             "torch": torch.__version__,
@@ -98,6 +98,10 @@ def _summary(pipeline: Pipeline, monitor: Monitor, seconds: float) -> dict[str, 
             "python": platform.python_version(),
         },
     }
+
+
+def _peak_gpu_mib(device: str) -> int:
+    return round(torch.cuda.max_memory_allocated(device) / 2**20)
 
 
 def _advice(cfg: Config, pipeline: Pipeline, run_dir: Path) -> dict[str, str]:

@@ -18,7 +18,8 @@ from drafter_cases import (
 
 from dflash_ext.config import DataConfig, TrainConfig
 from dflash_ext.data.packing import BatchPlanner
-from dflash_ext.drafter.loss import Objective, context_leaf, plan_group, train_batch
+from dflash_ext.drafter.context import TrainContext
+from dflash_ext.drafter.loss import Objective, plan_group, train_batch
 from dflash_ext.ops.metric_add import WORD, new_accumulator
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -135,12 +136,17 @@ def test_gradients_of_batches_accumulate():
 
 
 def test_groups_of_a_bf16_context_are_added_up_in_fp32():
-    """A bf16 sum of ones stops at 256."""
-    leaf = context_leaf(torch.zeros(2, dtype=torch.bfloat16))
-    for _ in range(300):
-        leaf.sum().backward()
-    assert leaf.dtype == torch.bfloat16
-    assert leaf.grad.tolist() == [300.0, 300.0]
+    """Each group adds 3/4; a bf16 sum would stay at 128."""
+    spec = small_spec(block_size=3)
+    hidden = torch.randn(1, 64, dtype=torch.bfloat16)
+    layer = TrainContext(random_model(spec, dtype=torch.bfloat16), hidden, torch.zeros(1)).layers[0]
+    assert layer.v.dtype == torch.bfloat16
+    zeros = torch.zeros(1, 3, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(400):
+        out = layer.attend(zeros, zeros, zeros, torch.tensor([0]), torch.tensor([1]), scale=0.0)
+        out.sum().backward()
+    assert layer.dv.unique().tolist() == [300.0]
+    assert layer.dk.count_nonzero() == 0
 
 
 def test_bf16_gradients_are_near_those_of_fp32():

@@ -132,9 +132,9 @@ def test_targets_and_drafters_in_any_number_and_order(run, tmp_path: Path, monke
         time.sleep(float(torch.rand(())) * 0.03)
         return forward(self, *args, **kwargs)
 
-    def record(self, slot) -> None:
+    def record(self, slot, index):
         seen.setdefault(name, []).append((self.rank, slot.ticket.plan.batch_id))
-        train_batch(self, slot)
+        return train_batch(self, slot, index)
 
     monkeypatch.setattr(Target, "forward_capture", jitter)
     monkeypatch.setattr(DrafterTrainLoop, "_train_batch", record)

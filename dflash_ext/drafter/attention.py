@@ -8,9 +8,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_ext import ops
+from dflash_ext.drafter import fused
+from dflash_ext.drafter.context import ContextSums, Projection
+from dflash_ext.drafter.fused import HeadNorms, has_main_grad
 from dflash_ext.drafter.spec import DrafterSpec
 
 Rope = tuple[Tensor, Tensor]
+
+
+class Linear(nn.Linear):
+    """x @ weight^T, without a bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if has_main_grad(self.weight):
+            return fused.linear(x, self.weight)
+        return F.linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -22,7 +37,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if has_main_grad(self.weight):
+            return fused.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum) of x and the residual stream, which starts as None."""
+        if residual is None:
+            return self(x), x
+        if has_main_grad(self.weight):
+            return fused.add_rms_norm(x, residual, self.weight, self.eps)
+        total = residual + x
+        return self(total), total
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
@@ -56,40 +82,62 @@ class DraftAttention(nn.Module):
         self.causal = spec.layer_causal(layer)
         q_size = spec.num_attention_heads * spec.head_dim
         kv_size = spec.num_key_value_heads * spec.head_dim
-        self.q_proj = nn.Linear(spec.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(spec.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(spec.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, spec.hidden_size, bias=False)
+        self.q_proj = Linear(spec.hidden_size, q_size)
+        self.k_proj = Linear(spec.hidden_size, kv_size)
+        self.v_proj = Linear(spec.hidden_size, kv_size)
+        self.o_proj = Linear(q_size, spec.hidden_size)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [..., Hk, D] of states x [..., H]: context or block."""
+        if has_main_grad(self.k_proj.weight):
+            weights, heads = self.context_projection(rope)
+            return fused.qkv_norm_rope(fused.linear(x, *weights), heads)[1:]
         shape = (*x.shape[:-1], -1, self.head_dim)
         keys = apply_rope(self.k_norm(self.k_proj(x).view(shape)), rope)
         return keys, self.v_proj(x).view(shape)
 
+    def queries_keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [A, K, Hq, D], and `keys_values`, of block states x [A, K, H]."""
+        if has_main_grad(self.q_proj.weight):
+            weights = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+            return fused.qkv_norm_rope(fused.linear(x, *weights), self._heads(rope, self.q_norm))
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        queries = apply_rope(self.q_norm(self.q_proj(x).view(shape)), rope)
+        return queries, *self.keys_values(x, rope)
+
+    def context_projection(self, rope: Rope) -> Projection:
+        """What makes keys and values of the fused target states, as one GEMM and one op."""
+        return Projection((self.k_proj.weight, self.v_proj.weight), self._heads(rope, None))
+
+    def _heads(self, rope: Rope, q_norm: RMSNorm | None) -> HeadNorms:
+        cos, sin = (fused.flat(table) for table in rope)
+        return HeadNorms(
+            None if q_norm is None else q_norm.weight,
+            self.k_norm.weight,
+            cos,
+            sin,
+            self.k_norm.eps,
+            0 if q_norm is None else self.q_proj.out_features // self.head_dim,
+            self.k_proj.out_features // self.head_dim,
+        )
+
     def forward(
         self,
         x: Tensor,
-        context: tuple[Tensor, Tensor],
+        context: tuple[Tensor, Tensor] | ContextSums,
         ctx_start: Tensor,
         ctx_end: Tensor,
         rope: Rope,
     ) -> Tensor:
         """Block states x [A, K, H] over context keys/values [T, Hk, D]; returns [A, K, H]."""
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        queries = apply_rope(self.q_norm(self.q_proj(x).view(shape)), rope)
-        keys, values = self.keys_values(x, rope)
-        out = ops.block_attention(
-            queries,
-            *context,
-            keys,
-            values,
-            ctx_start,
-            ctx_end,
-            scale=self.head_dim**-0.5,
-            window=self.window,
-            causal=self.causal,
-        )
+        queries, keys, values = self.queries_keys_values(x, rope)
+        options = {"scale": self.head_dim**-0.5, "window": self.window, "causal": self.causal}
+        if isinstance(context, ContextSums):
+            out = context.attend(queries, keys, values, ctx_start, ctx_end, **options)
+        else:
+            out = ops.block_attention(
+                queries, *context, keys, values, ctx_start, ctx_end, **options
+            )
         return self.o_proj(out.reshape(*x.shape[:-1], -1))

@@ -13,17 +13,18 @@ from torch import Tensor
 
 from dflash_ext.acceptance import accept_len, evaluate_plan
 from dflash_ext.config import Config
-from dflash_ext.data.buckets import seeded_generator
-from dflash_ext.drafter.loss import Objective, train_batch
+from dflash_ext.devices import BusyClock, worker_stream
+from dflash_ext.drafter.fused import mark_gradients
+from dflash_ext.drafter.graph import GraphedCalls
+from dflash_ext.drafter.loss import LossStats, Objective, add_metrics, forward_backward
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
+from dflash_ext.drafter.noise import with_noise
 from dflash_ext.grad_sync import GradSync
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.metrics import MetricStream
 from dflash_ext.ops.metric_add import SCALE
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.supervisor import Supervisor, Worker
-
-NOISE = 1  # the generator's purpose, apart from that of the anchors
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,11 @@ class DrafterTrainLoop:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.done_steps = steps.start
         self.tokens = 0
-        self.busy_s = 0.0
+        self.device = next(model.parameters()).device
+        self.clock = BusyClock(self.device)
+        if optimizer.flat is not None:
+            optimizer.zero_grads = False  # a step's first backward pass overwrites
+        self.graphs: GraphedCalls[tuple[list[LossStats], Tensor | None]] | None = None
         self.marks: deque[Mark] = deque()
         self.evals: deque[tuple[int, list[list[int]]]] = deque()
         self.scores: dict[int, float] = {}
@@ -92,6 +97,12 @@ class DrafterTrainLoop:
 
     def run(self, worker: Worker) -> None:
         torch.set_num_threads(self.cpu_threads)
+        with worker_stream(self.device):
+            if self.cfg.train.cuda_graph:
+                self.graphs = GraphedCalls()
+            self._run(worker)
+
+    def _run(self, worker: Worker) -> None:
         self.grad_sync.connect()
         try:
             for step in self.steps:
@@ -112,21 +123,23 @@ class DrafterTrainLoop:
             self.grad_sync.close()
 
     def _train_step(self, step: int, worker: Worker) -> None:
-        batch_ids = []
-        for _ in range(self.cfg.train.grad_accum):
+        self.optimizer.set_lr(step)
+        batch_ids, norm = [], None
+        for index in range(self.cfg.train.grad_accum):
             slot = self.hs_queue.get()
             assert slot.ticket is not None and slot.ticket.step == step
             batch_ids.append(slot.ticket.plan.batch_id)
             worker.at(f"step {step}, batches {batch_ids}")
-            start = time.perf_counter()
-            self._train_batch(slot)
-            self.busy_s += time.perf_counter() - start
+            slot.wait_ready()
+            with self.clock.measure():
+                norm = self._train_batch(slot, index)
+            slot.set_free()
             self.hs_queue.release(slot)
-        self.grad_sync.all_reduce([p.grad for p in self.params if p.grad is not None])
-        start = time.perf_counter()
-        norm = self.optimizer.step(step)
+        if norm is None:
+            self.grad_sync.all_reduce([p.grad for p in self.params if p.grad is not None])
+            with self.clock.measure():
+                norm = self.optimizer.update()
         self._count_norm(norm)
-        self.busy_s += time.perf_counter() - start
         self.done_steps = step + 1
 
     def _count_norm(self, norm: Tensor) -> None:
@@ -138,35 +151,40 @@ class DrafterTrainLoop:
             self.stream.count("grad_norm_sum", (norm * SCALE).long())
             self.stream.count("grad_norm_steps", finite.long())
 
-    def _train_batch(self, slot: Slot) -> None:
-        assert slot.ticket is not None
-        plan = slot.ticket.plan
-        train_batch(
-            self.model,
-            self.head,
-            plan,
-            self._noisy(slot.hidden, plan.epoch, plan.batch_id),
-            objective=self.objective,
-            last_hidden=slot.last_hidden,
-            acc=self.stream.acc,
-            measured=(plan.batch_id // self.world) % self.cfg.train.metrics_every == 0,
-            group=self.cfg.train.anchor_group,
+    def _train_batch(self, slot: Slot, index: int) -> Tensor | None:
+        """Batch `index` of a step; with the step's update, whose gradient norm it then returns, if
+        it is the last one and no other drafter has a part in it."""
+        train, plan = self.cfg.train, slot.plan_on_device()
+        hidden = with_noise(slot.hidden, plan, train.noise_std, train.seed)
+        first, update = index == 0, index == train.grad_accum - 1 and self.world == 1
+        mark_gradients(self.params, started=not first)
+
+        def work() -> tuple[list[LossStats], Tensor | None]:
+            stats = forward_backward(
+                self.model,
+                self.head,
+                plan,
+                hidden,
+                objective=self.objective,
+                last_hidden=slot.last_hidden,
+                group=train.anchor_group,
+            )
+            return stats, self.optimizer.update() if update else None
+
+        stats, norm = work() if self.graphs is None else self.graphs((first, update), slot, work)
+        add_metrics(
+            self.stream.acc,
+            stats,
+            measured=(plan.batch_id // self.world) % train.metrics_every == 0,
         )
         self.tokens += plan.n_tokens
-
-    def _noisy(self, hidden: Tensor, epoch: int, batch_id: int) -> Tensor:
-        """Gaussian noise on the hidden states, a pure function of (seed, epoch, batch id)."""
-        if self.cfg.train.noise_std == 0.0:
-            return hidden
-        generator = seeded_generator(self.cfg.train.seed, epoch, batch_id, NOISE)
-        noise = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype)
-        return hidden + self.cfg.train.noise_std * noise.to(hidden.device)
+        return norm
 
     def _publish(self, done: int, stopping: bool = False) -> None:
         """Sends off what was counted since the last row, also when a signal ends the run early."""
         logged = done % self.cfg.log.every == 0 or done == self.steps.stop
         if logged != stopping and done > self.steps.start:
-            self.marks.append(Mark(done, self.tokens, self.busy_s, time.perf_counter()))
+            self.marks.append(Mark(done, self.tokens, self.clock.seconds, time.perf_counter()))
             self.stream.publish(done)
 
     def _maybe_save(self, done: int) -> None:
@@ -197,6 +215,7 @@ class DrafterTrainLoop:
                 return
             slot = self.hs_queue.get()
             assert slot.ticket is not None and slot.ticket.kind == "eval"
+            slot.wait_ready()
             lengths += evaluate_plan(
                 self.model,
                 self.head,
@@ -204,6 +223,7 @@ class DrafterTrainLoop:
                 slot.ticket.plan,
                 stop_token_ids=self.model.spec.eos_token_ids,
             )
+            slot.set_free()
             self.hs_queue.release(slot)
         torch.set_num_threads(self.cpu_threads)
         self.scores[step] = accept_len(lengths)

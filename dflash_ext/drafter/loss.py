@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.config import TrainConfig
+from dflash_ext.drafter.context import ContextSums, TrainContext
 from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
 from dflash_ext.layout import BlockLayout
 from dflash_ext.ops.draft_loss import draft_loss_stats
@@ -69,7 +70,7 @@ class Objective:
         self,
         model: DFlashDraftModel,
         head: FrozenHead,
-        ctx_kv: ContextKV,
+        ctx_kv: ContextKV | list[ContextSums],
         plan: "BatchPlan",
         last_hidden: Tensor | None = None,
     ) -> LossStats:
@@ -143,45 +144,41 @@ def train_batch(
     measured: bool = True,
     group: int | None = None,
 ) -> Tensor:
-    """Forward and backward of one batch; adds to the parameters' .grad, returns the loss [].
+    """`forward_backward` of one batch, counted in the metric accumulator; returns the loss []."""
+    stats = forward_backward(
+        model, head, plan, hidden, objective=objective, last_hidden=last_hidden, group=group
+    )
+    if acc is not None:
+        add_metrics(acc, stats, measured)
+    return torch.stack([s.loss for s in stats]).sum()
+
+
+def forward_backward(
+    model: DFlashDraftModel,
+    head: FrozenHead,
+    plan: "BatchPlan",
+    hidden: Tensor,
+    *,
+    objective: Objective,
+    last_hidden: Tensor | None = None,
+    group: int | None = None,
+) -> list[LossStats]:
+    """Add a batch's gradients to the parameters' .grad or main_grad; what each group's loss was.
 
     hidden: captured states [T, L*H] or [L, T, H]. With `group`, that many anchors are worked off
     at a time and memory is bounded by one group; the context's keys and values are computed once,
     their gradients added up over the groups, and the gradients are the same up to summation order.
     """
     positions = torch.arange(plan.doc_start.shape[0], device=plan.doc_start.device) - plan.doc_start
-    ctx_kv = model.context(hidden, positions)
+    context = TrainContext(model, hidden, positions)
     total = plan.anchors.shape[0]
-    if group is None or group >= total:
-        stats = [objective.stats(model, head, ctx_kv, plan, last_hidden)]
-        stats[0].loss.backward()
-    else:
-        leaves = [(context_leaf(k), context_leaf(v)) for k, v in ctx_kv]
-        stats = []
-        for start in range(0, total, group):
-            part = plan_group(plan, start, min(start + group, total))
-            stats.append(objective.stats(model, head, leaves, part, last_hidden))
-            stats[-1].loss.backward()
-        _backward_context(ctx_kv, leaves)
-    if acc is not None:
-        add_metrics(acc, stats, measured)
-    return torch.stack([s.loss.detach() for s in stats]).sum()
-
-
-def context_leaf(tensor: Tensor) -> Tensor:
-    """A copy-free leaf that adds up the gradients of all groups, in fp32 at least."""
-    leaf = tensor.detach().requires_grad_()
-    if tensor.dtype != torch.float64:
-        leaf.grad_dtype = torch.float32
-    return leaf
-
-
-def _backward_context(ctx_kv: ContextKV, leaves: ContextKV) -> None:
-    """Carry what the groups left in the leaves on through the context."""
-    outputs, grads = [], []
-    for pair, leaf_pair in zip(ctx_kv, leaves, strict=True):
-        for output, leaf in zip(pair, leaf_pair, strict=True):
-            assert leaf.grad is not None
-            outputs.append(output)
-            grads.append(leaf.grad.to(output.dtype))
-    torch.autograd.backward(outputs, grads)
+    group = total if group is None else group
+    stats = []
+    for start in range(0, total, group):
+        stop = min(start + group, total)
+        part = plan if stop - start == total else plan_group(plan, start, stop)
+        found = objective.stats(model, head, context.layers, part, last_hidden)
+        found.loss.backward()
+        stats.append(found._replace(loss=found.loss.detach()))
+    context.backward()
+    return stats

@@ -14,8 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dflash_ext.drafter.attention import DraftAttention, RMSNorm, Rope, rope_tables
+from dflash_ext.drafter import fused
+from dflash_ext.drafter.attention import DraftAttention, Linear, RMSNorm, Rope, rope_tables
+from dflash_ext.drafter.context import ContextSums, Projection
+from dflash_ext.drafter.fused import has_main_grad
 from dflash_ext.drafter.spec import DrafterSpec, drafter_spec
+from dflash_ext.ops.block_attention.naive import accumulate_dtype
 
 if TYPE_CHECKING:
     from dflash_ext.target import Target
@@ -30,11 +34,14 @@ class DraftMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size)
+        self.up_proj = Linear(hidden_size, intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        if has_main_grad(self.gate_proj.weight):
+            gate_up = fused.linear(x, self.gate_proj.weight, self.up_proj.weight)
+            return self.down_proj(fused.swiglu(gate_up))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -55,16 +62,21 @@ class DraftLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        context: tuple[Tensor, Tensor],
+        residual: Tensor | None,
+        context: tuple[Tensor, Tensor] | ContextSums,
         ctx_start: Tensor,
         ctx_end: Tensor,
         rope: Rope,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        """(output of the MLP, residual stream without it): the next norm adds them, in one pass."""
+
         def attend(normed: Tensor) -> Tensor:
             return self.self_attn(normed, context, ctx_start, ctx_end, rope)
 
-        x = x + self.sublayer("attention", attend, self.input_layernorm(x))
-        return x + self.sublayer("mlp", self.mlp, self.post_attention_layernorm(x))
+        normed, residual = self.input_layernorm.add(x, residual)
+        x = self.sublayer("attention", attend, normed)
+        normed, residual = self.post_attention_layernorm.add(x, residual)
+        return self.sublayer("mlp", self.mlp, normed), residual
 
 
 class DFlashDraftModel(nn.Module):
@@ -80,7 +92,7 @@ class DFlashDraftModel(nn.Module):
         self.spec = spec
         self.recompute = recompute
         features = len(spec.target_layer_ids) * spec.hidden_size
-        self.fc = nn.Linear(features, spec.hidden_size, bias=False)
+        self.fc = Linear(features, spec.hidden_size)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(spec, i) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -91,40 +103,59 @@ class DFlashDraftModel(nn.Module):
         hidden: captured states [T, L*H], or [L, T, H]; positions: document-local [T] int64.
         The fused states go to every layer's k/v projection without the layer's input norm.
         """
-        fused = self.hidden_norm(self._fuse(hidden))
-        rope = self._rope(positions, fused.dtype)
+        states = self.hidden_norm(self._fuse(hidden))
+        rope = self._rope(positions, states.dtype)
         layers = cast("list[DraftLayer]", self.layers)
-        return [layer.self_attn.keys_values(fused, rope) for layer in layers]
+        return [layer.self_attn.keys_values(states, rope) for layer in layers]
+
+    def context_projections(
+        self, hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, list[Projection]]:
+        """(fused states [T, H], what each layer makes of them); arguments as in `context`."""
+        states = self.hidden_norm(self._fuse(hidden))
+        rope = self._rope(positions, states.dtype)
+        layers = cast("list[DraftLayer]", self.layers)
+        return states, [layer.self_attn.context_projection(rope) for layer in layers]
 
     def forward(
-        self, block_embeds: Tensor, ctx_kv: ContextKV, ctx_start: Tensor, ctx_end: Tensor
+        self,
+        block_embeds: Tensor,
+        ctx_kv: ContextKV | list[ContextSums],
+        ctx_start: Tensor,
+        ctx_end: Tensor,
     ) -> Tensor:
         """Block states [A, K, H] after the final norm.
 
         block_embeds [A, K, H]; block a sees context rows [ctx_start[a], ctx_end[a]) of its
         document, and slot k has position ctx_end - ctx_start + k.
         """
-        x = block_embeds
+        x, residual = block_embeds, None
         positions = self.spec.layout.positions(ctx_end - ctx_start)[:, : x.shape[1]]
         rope = self._rope(positions, x.dtype)
         for layer, context in zip(self.layers, ctx_kv, strict=True):
-            args = (x, context, ctx_start, ctx_end, rope)
+            args = (x, residual, context, ctx_start, ctx_end, rope)
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
+                x, residual = checkpoint(
+                    layer, *args, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                x = layer(*args)
-        return self.norm(x)
+                x, residual = layer(*args)
+        return self.norm.add(x, residual)[0]
 
     def _fuse(self, hidden: Tensor) -> Tensor:
         if hidden.dim() == 2:
             return self.fc(hidden)
+        if has_main_grad(self.fc.weight):
+            return fused.split_linear(hidden, self.fc.weight)
         parts = self.fc.weight.chunk(hidden.shape[0], dim=1)
-        fused = hidden[0] @ parts[0].T
+        total = hidden[0] @ parts[0].T
         for states, weight in zip(hidden[1:], parts[1:], strict=True):
-            fused = torch.addmm(fused, states, weight.T)
-        return fused
+            total = torch.addmm(total, states, weight.T)
+        return total
 
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        if has_main_grad(self.fc.weight):  # then an op rotates that takes unrounded tables
+            dtype = accumulate_dtype(dtype)
         return rope_tables(positions, self.spec.head_dim, self.spec.rope_theta, dtype)
 
     @torch.no_grad()

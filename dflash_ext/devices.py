@@ -1,0 +1,64 @@
+"""What a worker thread needs of its device: a stream of its own, and a clock that never waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# Held by whoever captures a graph or waits for a whole device: the wait would break the capture.
+capture_lock = threading.Lock()
+
+
+@contextmanager
+def worker_stream(device: torch.device) -> Iterator[None]:
+    """Makes `device` current in this thread, with a stream of its own; nothing on a CPU.
+
+    Current device and stream belong to a thread: a new one starts on device 0, default stream. At
+    the end, unless by an error, the device has done all its work.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+    with capture_lock:
+        torch.cuda.synchronize(device)
+
+
+class BusyClock:
+    """Seconds that a device spent on a worker's tasks.
+
+    On a GPU they are measured by events on the worker's stream; work that is not done yet is not
+    counted yet. One thread measures, one may read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._seconds = 0.0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        if self._on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._pending.append((start, end))
+        else:
+            begin = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - begin
+
+    @property
+    def seconds(self) -> float:
+        while self._pending and self._pending[0][1].query():
+            start, end = self._pending.popleft()
+            self._seconds += start.elapsed_time(end) / 1000
+        return self._seconds

@@ -1,0 +1,55 @@
+"""CUDA graphs of a training step: captured by the thread that replays them, after eager warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import torch
+
+from dflash_ext.devices import capture_lock
+
+T = TypeVar("T")
+
+EAGER_RUNS = 2  # of each variant: kernels are compiled and loaded, workspaces allocated
+
+
+class GraphedCalls(Generic[T]):
+    """Replays functions of static tensors on the current stream, which is not the default one.
+
+    All graphs share one memory pool: their results stay valid until the next call only.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._eager_runs: dict[Hashable, int] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
+
+    def __call__(self, variant: Hashable, place: Hashable, function: Callable[[], T]) -> T:
+        """function(), by a graph once it may be captured.
+
+        Args:
+            variant: of the work; each is run eagerly before it is captured.
+            place: of the tensors that function reads; each has a graph of its own.
+        """
+        runs = self._eager_runs.get(variant, 0)
+        if runs < EAGER_RUNS:
+            self._eager_runs[variant] = runs + 1
+            return function()
+        if (variant, place) not in self._graphs:
+            self._graphs[variant, place] = self._capture(function)
+        graph, result = self._graphs[variant, place]
+        graph.replay()
+        return result
+
+    def _capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        with (
+            capture_lock,  # a capture begins with a wait for the device
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ),
+        ):
+            result = function()
+        return graph, result
