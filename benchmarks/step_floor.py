@@ -1,8 +1,9 @@
 """The floor of a drafter step: the matrix products that it cannot avoid, timed in cuBLAS.
 
-Forward, input gradient and weight gradient of every projection. Of the head only the weighted
-rows, without a weight gradient (it is frozen); of fc no input gradient (its input is the target's).
-The teacher's head comes on top where the loss has a KL term.
+Forward, input gradient and weight gradient of every projection, those side by side (q, k and v;
+gate and up; k and v of the context) as one. Of the head only the weighted rows, without a weight
+gradient (it is frozen); of fc no input gradient (its input is the target's). The teacher's head
+comes on top where the loss has a KL term.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from torch import Tensor
 from benchmarks.step_problem import Problem, Terms
 
 PARTS = ("projections", "mlp", "loss")
+LAYER_WEIGHTS = (
+    ("projections", "qkv"),
+    ("projections", "o"),
+    ("mlp", "gate_up"),
+    ("mlp", "down"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,26 +47,33 @@ def step_gemms(problem: Problem, terms: Terms) -> list[Gemm]:
     def both(part: str, weight: str, rows: int) -> list[Gemm]:
         return [Gemm(part, kind, weight, rows) for kind in ("dx", "dw")]
 
-    gemms = [Gemm("projections", "forward", "fc.weight", context)]
-    kv = [f"{name}.self_attn.{x}_proj.weight" for name in layers for x in "kv"]
-    gemms += [Gemm("projections", "forward", weight, context) for weight in kv]
+    gemms = [Gemm("projections", "forward", "fc", context)]
+    gemms += [Gemm("projections", "forward", f"{name}.kv", context) for name in layers]
     for name in layers:
-        for part, weight in _layer_weights(name):
-            gemms.append(Gemm(part, "forward", weight, block))
+        for part, weight in LAYER_WEIGHTS:
+            gemms.append(Gemm(part, "forward", f"{name}.{weight}", block))
     gemms += [Gemm("loss", "forward", "head", problem.rows)] * (2 if terms.kl else 1)
     gemms.append(Gemm("loss", "dx", "head", problem.rows))
     for name in reversed(layers):
-        for part, weight in reversed(_layer_weights(name)):
-            gemms += both(part, weight, block)
-    for weight in reversed(kv):
-        gemms += both("projections", weight, context)
-    gemms.append(Gemm("projections", "dw", "fc.weight", context))
+        for part, weight in reversed(LAYER_WEIGHTS):
+            gemms += both(part, f"{name}.{weight}", block)
+    for name in reversed(layers):
+        gemms += both("projections", f"{name}.kv", context)
+    gemms.append(Gemm("projections", "dw", "fc", context))
     return gemms
 
 
-def _layer_weights(name: str) -> list[tuple[str, str]]:
-    attention = [("projections", f"{name}.self_attn.{x}_proj.weight") for x in "qkvo"]
-    return attention + [("mlp", f"{name}.mlp.{x}_proj.weight") for x in ("gate", "up", "down")]
+def merged_weights(problem: Problem) -> dict[str, Tensor]:
+    """The matrices of the products: weights that are used side by side as one [outputs, inputs]."""
+    layers = [f"layers.{i}" for i in range(problem.spec.num_layers)]
+    params = {name: p.detach() for name, p in problem.model.named_parameters()}
+    weights = {"fc": params["fc.weight"], "head": problem.head.head_weight}
+    for name in layers:
+        q, k, v, o = (params[f"{name}.self_attn.{x}_proj.weight"] for x in "qkvo")
+        gate, up, down = (params[f"{name}.mlp.{x}_proj.weight"] for x in ("gate", "up", "down"))
+        weights |= {f"{name}.qkv": torch.cat([q, k, v]), f"{name}.kv": torch.cat([k, v])}
+        weights |= {f"{name}.o": o, f"{name}.gate_up": torch.cat([gate, up]), f"{name}.down": down}
+    return weights
 
 
 class Floor:
@@ -67,8 +81,7 @@ class Floor:
 
     def __init__(self, problem: Problem, terms: Terms) -> None:
         self.gemms = step_gemms(problem, terms)
-        self.weights = {n: p.detach() for n, p in problem.model.named_parameters()}
-        self.weights["head"] = problem.head.head_weight
+        self.weights = merged_weights(problem)
         self.device = problem.hidden.device
         self.dtype = problem.hidden.dtype
         self.sets = {key: self._activations(*key) for key in self._sizes()}
