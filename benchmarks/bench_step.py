@@ -27,13 +27,15 @@ from benchmarks.step_floor import Floor
 from benchmarks.step_parts import PARTS, breakdown, profiled
 from benchmarks.step_problem import CE, KL, KL_CE, SHAPES, Problem, Terms, make_problem
 from dflash_ext import ops
+from dflash_ext.drafter.fused import mark_gradients
 from dflash_ext.drafter.loss import train_batch
-from dflash_ext.grad_sync import GradSync
+from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.optim import DrafterOptimizer
 
 MIN_SECONDS = {"cpu": 0.2, "cuda": 4.0}
 MIN_ROUNDS = {"cpu": 3, "cuda": 10}
 DEFAULT_SHAPES = {"cpu": ("toy",), "cuda": ("27b", "8b")}
+SIDES = ("floor", "SpecForge", "speculators", "Liger")
 GRADIENT_TOLERANCE = 1e-2  # of Liger's hidden gradient against ours, both in bfloat16
 
 Row = dict[str, Any]
@@ -45,15 +47,15 @@ class Step:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.optimizer = DrafterOptimizer(problem.model.named_parameters(), problem.train, 10**6)
+        self.optimizer.zero_grads = False  # the backward pass overwrites
 
     def run(
-        self, terms: Terms, *, group: int | None = None, sync: GradSync | None = None
+        self, terms: Terms, *, group: int | None = None, overlap: BackwardSync | None = None
     ) -> Tensor:
-        """Forward and backward; with `sync`, also the sum of the gradients. Returns the loss []."""
+        """Forward and backward; with `overlap` also the sum of the gradients. The loss []."""
         problem = self.problem
-        if self.optimizer.flat is not None:
-            self.optimizer.flat.grad.zero_()
-        else:
+        mark_gradients(self.optimizer.params, started=False)
+        if self.optimizer.flat is None:
             for parameter in self.optimizer.params:
                 parameter.grad = None
         loss = train_batch(
@@ -64,9 +66,10 @@ class Step:
             objective=problem.objective(terms),
             last_hidden=problem.last if terms.kl else None,
             group=group,
+            overlap=overlap,
         )
-        if sync is not None:
-            sync.all_reduce([p.grad for p in self.optimizer.params if p.grad is not None])
+        if overlap is not None:
+            overlap.finish()
         return loss
 
     def gradients(self) -> dict[str, Tensor]:
@@ -74,12 +77,15 @@ class Step:
         return {name: p.grad for name, p in named if p.grad is not None}
 
 
-def measure(device: torch.device, shapes: Sequence[str] = ()) -> Iterator[Row]:
+def measure(
+    device: torch.device, shapes: Sequence[str] = (), sides: Sequence[str] = SIDES
+) -> Iterator[Row]:
     """The rows of the report; a row with "error" in it has no time."""
     for name in shapes or DEFAULT_SHAPES[device.type]:
         problem = problem_on(device, name)
-        yield from _measure_step(problem)
-        yield from _measure_loss(problem)
+        yield from _measure_step(problem, sides)
+        if "Liger" in sides:
+            yield from _measure_loss(problem)
 
 
 def problem_on(device: torch.device, name: str) -> Problem:
@@ -88,7 +94,7 @@ def problem_on(device: torch.device, name: str) -> Problem:
     )
 
 
-def _measure_step(problem: Problem) -> Iterator[Row]:
+def _measure_step(problem: Problem, sides: Sequence[str]) -> Iterator[Row]:
     step, reference = Step(problem), Reference(problem)
     mine: dict[Terms, Callable[[], object]] = {}
     for terms in (CE, KL, KL_CE):
@@ -100,12 +106,13 @@ def _measure_step(problem: Problem) -> Iterator[Row]:
         else:
             yield _checked(problem, terms, "this step", errors)
             mine[terms] = functools.partial(step.run, terms)
-    for terms in (CE, KL_CE):
+    for terms in (CE, KL_CE) if "floor" in sides else ():
         floor = Floor(problem, terms)
         flops = sum(floor.flops.values())
         yield _timed(problem, terms, mine.get(terms), "its products in cuBLAS", floor.run, flops)
     for who, terms, make in _peers(problem):
-        yield from _measure_peer(problem, reference, mine.get(terms), who, terms, make)
+        if who.split(",")[0] in sides:
+            yield from _measure_peer(problem, reference, mine.get(terms), who, terms, make)
 
 
 def _measure_peer(
@@ -131,9 +138,9 @@ def _measure_peer(
 def _peers(
     problem: Problem,
 ) -> Iterator[tuple[str, Terms, Callable[[], step_peers.Peer]]]:
-    yield "specforge", CE, lambda: step_peers.specforge(problem, compiled=False)
+    yield "SpecForge", CE, lambda: step_peers.specforge(problem, compiled=False)
     if problem.hidden.is_cuda:
-        yield "specforge compiled", CE, lambda: step_peers.specforge(problem, compiled=True)
+        yield "SpecForge, compiled", CE, lambda: step_peers.specforge(problem, compiled=True)
     for losses in ("fused", "eager") if problem.hidden.is_cuda else ("eager",):
         for terms in (KL, CE):
             make = functools.partial(step_peers.speculators, problem, terms, losses=losses)
@@ -276,6 +283,7 @@ def main() -> int:
     parser.add_argument("what", choices=["sides", "parts"], help="against whom, or where it goes")
     parser.add_argument("--device", default="cuda:0", type=torch.device)
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
+    parser.add_argument("--sides", choices=SIDES, nargs="+", default=SIDES, help="only these")
     parser.add_argument("--peers", metavar="DIR", help="folder of unpacked wheels of the trainers")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the rows here")
     arguments = parser.parse_args()
@@ -287,8 +295,9 @@ def main() -> int:
     conditions, shapes = facts(device), arguments.shape or DEFAULT_SHAPES[device.type]
     print("# " + ", ".join(f"{key} {value}" for key, value in conditions.items() if value))
     rows = []
-    for row in measure(device, shapes) if arguments.what == "sides" else parts(device, shapes):
-        print(line(row) if arguments.what == "sides" else part_line(row), flush=True)
+    timed = arguments.what == "sides"
+    for row in measure(device, shapes, arguments.sides) if timed else parts(device, shapes):
+        print(line(row) if timed else part_line(row), flush=True)
         rows.append(row)
         if arguments.json:
             report = {"conditions": conditions, "results": rows}

@@ -17,7 +17,7 @@ PARTS = ("projections", "mlp", "attention", "norms and rope", "loss", "optimizer
 _PRODUCT = re.compile(r"aten::(add)?b?mm|aten::linear|aten::matmul|gemm|cutlass|nvjet|cublas", re.I)
 # The first part whose pattern a name matches; the kernel's own name comes before its operator's.
 _NAMES = (
-    ("optimizer", re.compile(r"adam|optimizer|clip|muon", re.I)),
+    ("optimizer", re.compile(r"adam|optimizer|clip|muon|foreach_norm|vector_norm", re.I)),
     ("attention", re.compile(r"attn|attention|block_att", re.I)),
     ("loss", re.compile(r"draft_loss|loss|metric|softmax|nll|head_rows|row_kernel", re.I)),
     ("mlp", re.compile(r"swiglu|silu", re.I)),

@@ -32,6 +32,7 @@ import torch
 from benchmarks.bench_step import Step, problem_on
 from benchmarks.run import facts
 from benchmarks.step_problem import CE, SHAPES, Problem
+from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.grad_sync import GradSync, make_store
 
 WARM_STEPS = 3
@@ -84,6 +85,7 @@ class Drafter:
     """A rank: its model, data of its own, and its steps."""
 
     step: Step
+    overlap: BackwardSync
 
     def __init__(self, owner: Drafters, rank: int) -> None:
         self.owner, self.rank = owner, rank
@@ -100,6 +102,8 @@ class Drafter:
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
         self.sync.connect()
         self.step = Step(self._problem())
+        model, optimizer = self.step.problem.model, self.step.optimizer
+        self.overlap = BackwardSync(model, self.sync, optimizer.params)
 
     def _problem(self) -> Problem:
         """The same weights in every rank, hidden states of its own, the whole step's weights."""
@@ -113,7 +117,7 @@ class Drafter:
 
     def train(self, steps: int, *, together: bool = True) -> None:
         for _ in range(steps):
-            self.step.run(CE, sync=self.sync if together else None)
+            self.step.run(CE, overlap=self.overlap if together else None)
             self.step.optimizer.step(self.done)
             self.done += 1
 

@@ -62,7 +62,7 @@ def test_step_is_checked_and_timed_beside_its_floor(
     assert timed(rows) == floors
     assert all(row["us"] > row["peer_us"] > 0 for row in rows if "peer_us" in row)
     assert refused(rows) == {
-        ("toy CE", "specforge"): "missing: specforge is not installed",
+        ("toy CE", "SpecForge"): "missing: specforge is not installed",
         ("toy KL", "speculators, eager loss"): "missing: speculators is not installed",
         ("toy CE", "speculators, eager loss"): "missing: speculators is not installed",
         ("toy N59 CE", "Liger"): "missing: liger-kernel is not installed",
@@ -233,9 +233,14 @@ def test_two_drafters_keep_equal_weights(monkeypatch: pytest.MonkeyPatch) -> Non
         assert drafter["rows"] == 80 and drafter["share_of_alone"] > 0
 
     class Wrong(step_two.GradSync):
-        def all_reduce(self, grads: Sequence[torch.Tensor]) -> None:
-            super().all_reduce(grads)
+        def start(self, grads: Sequence[torch.Tensor]) -> None:
             grads[0].add_(1e-3 * self.rank)
+            super().start(grads)
+
+        def finish(self) -> None:
+            first = self._started[0][1][0]
+            super().finish()
+            first.add_(1e-3 * self.rank)
 
     monkeypatch.setattr(step_two, "GradSync", Wrong)
     with pytest.raises(RuntimeError, match="weights differ after 4 steps"):

@@ -19,6 +19,7 @@ from dflash_ext.drafter.graph import GraphedCalls
 from dflash_ext.drafter.loss import LossStats, Objective, add_metrics, forward_backward
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.noise import with_noise
+from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.grad_sync import GradSync
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.metrics import MetricStream
@@ -89,6 +90,10 @@ class DrafterTrainLoop:
         self.clock = BusyClock(self.device)
         if optimizer.flat is not None:
             optimizer.zero_grads = False  # a step's first backward pass overwrites
+        # A replayed graph calls nobody back: the sums then follow behind it.
+        self.overlap: BackwardSync | None = None
+        if self.world > 1 and not cfg.train.cuda_graph:
+            self.overlap = BackwardSync(model, grad_sync, optimizer.params)
         self.graphs: GraphedCalls[tuple[list[LossStats], Tensor | None]] | None = None
         self.marks: deque[Mark] = deque()
         self.evals: deque[tuple[int, list[list[int]]]] = deque()
@@ -136,11 +141,18 @@ class DrafterTrainLoop:
             slot.set_free()
             self.hs_queue.release(slot)
         if norm is None:
-            self.grad_sync.all_reduce([p.grad for p in self.params if p.grad is not None])
+            self._sum_gradients()
             with self.clock.measure():
                 norm = self.optimizer.update()
         self._count_norm(norm)
         self.done_steps = step + 1
+
+    def _sum_gradients(self) -> None:
+        if self.overlap is not None:
+            self.overlap.finish()
+        else:
+            params = self.optimizer.params  # in the order in which gradients lie in memory
+            self.grad_sync.all_reduce([p.grad for p in params if p.grad is not None])
 
     def _count_norm(self, norm: Tensor) -> None:
         """Skipped steps, and if wanted the norm, leave through the metrics like all the rest."""
@@ -156,7 +168,8 @@ class DrafterTrainLoop:
         it is the last one and no other drafter has a part in it."""
         train, plan = self.cfg.train, slot.plan_on_device()
         hidden = with_noise(slot.hidden, plan, train.noise_std, train.seed)
-        first, update = index == 0, index == train.grad_accum - 1 and self.world == 1
+        first, last = index == 0, index == train.grad_accum - 1
+        update = last and self.world == 1
         mark_gradients(self.params, started=not first)
 
         def work() -> tuple[list[LossStats], Tensor | None]:
@@ -168,6 +181,7 @@ class DrafterTrainLoop:
                 objective=self.objective,
                 last_hidden=slot.last_hidden,
                 group=train.anchor_group,
+                overlap=self.overlap if last else None,
             )
             return stats, self.optimizer.update() if update else None
 

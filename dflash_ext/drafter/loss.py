@@ -4,6 +4,7 @@ Letters: A anchors, K slots, T packed tokens, L captured layers, H hidden, R pro
 """
 
 import dataclasses
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from dflash_ext.config import TrainConfig
 from dflash_ext.drafter.context import ContextSums, TrainContext
 from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
+from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.layout import BlockLayout
 from dflash_ext.ops.draft_loss import draft_loss_stats
 from dflash_ext.ops.metric_add import metric_add
@@ -143,10 +145,18 @@ def train_batch(
     acc: Tensor | None = None,
     measured: bool = True,
     group: int | None = None,
+    overlap: BackwardSync | None = None,
 ) -> Tensor:
     """`forward_backward` of one batch, counted in the metric accumulator; returns the loss []."""
     stats = forward_backward(
-        model, head, plan, hidden, objective=objective, last_hidden=last_hidden, group=group
+        model,
+        head,
+        plan,
+        hidden,
+        objective=objective,
+        last_hidden=last_hidden,
+        group=group,
+        overlap=overlap,
     )
     if acc is not None:
         add_metrics(acc, stats, measured)
@@ -162,12 +172,15 @@ def forward_backward(
     objective: Objective,
     last_hidden: Tensor | None = None,
     group: int | None = None,
+    overlap: BackwardSync | None = None,
 ) -> list[LossStats]:
     """Add a batch's gradients to the parameters' .grad or main_grad; what each group's loss was.
 
     hidden: captured states [T, L*H] or [L, T, H]. With `group`, that many anchors are worked off
     at a time and memory is bounded by one group; the context's keys and values are computed once,
     their gradients added up over the groups, and the gradients are the same up to summation order.
+    `overlap` begins to sum gradients over the drafters as they become final; its `finish` is still
+    to be called. Only for the last batch of an optimizer step.
     """
     positions = torch.arange(plan.doc_start.shape[0], device=plan.doc_start.device) - plan.doc_start
     context = TrainContext(model, hidden, positions)
@@ -177,8 +190,10 @@ def forward_backward(
     for start in range(0, total, group):
         stop = min(start + group, total)
         part = plan if stop - start == total else plan_group(plan, start, stop)
-        found = objective.stats(model, head, context.layers, part, last_hidden)
-        found.loss.backward()
+        last = stop == total
+        with overlap.watching() if overlap is not None and last else nullcontext():
+            found = objective.stats(model, head, context.layers, part, last_hidden)
+            found.loss.backward()
         stats.append(found._replace(loss=found.loss.detach()))
     context.backward()
     return stats
