@@ -63,11 +63,11 @@ void rows_in_memory(int rows, int vocab, int k) {
   result.expect_sorted(rows, vocab, k, labels);
 }
 
-// Row n of hidden is one-hot at n % kRows; id's weight there is its logit, which bf16 holds
-// exactly.
+// Row n of hidden is one-hot at n % kRows; id's weight there is its logit, which T holds exactly.
+template <typename T>
 void head(int rows, int vocab, int k) {
   constexpr int kWidth = 72;
-  std::vector<__nv_bfloat16> hidden(rows * kWidth), weight(vocab * kWidth);
+  std::vector<T> hidden(rows * kWidth), weight(vocab * kWidth);
   for (int row = 0; row < rows; ++row) hidden[row * kWidth + row % kRows] = 8.0f;
   for (int id = 0; id < vocab; ++id) {
     for (int i = 0; i < kRows; ++i) weight[id * kWidth + i] = logit(i, id) / 8.0f;
@@ -81,8 +81,7 @@ void head(int rows, int vocab, int k) {
       on_device(labels), {1.0f, 0.0f}};
   uint8_t* scratch =
       on_device(std::vector<uint8_t>(dflash::sm90::scratch_bytes(inputs, multiprocessors), 255));
-  check(dflash::sm90::launch_head<__nv_bfloat16>(inputs, result.out, scratch, multiprocessors,
-                                                 nullptr),
+  check(dflash::sm90::launch_head<T>(inputs, result.out, scratch, multiprocessors, nullptr),
         "head");
   result.expect_sorted(rows, vocab, k, labels);
 }
@@ -96,11 +95,12 @@ int main() {
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, 0), "properties");
   if (properties.major == 9) {
-    head(1, 7, 8);
-    head(300, 1100, 8);
-    head(70, 20000, 32);
-    head(600, 30000, 8);   // clusters of a strip wait for each other several times
-    head(2100, 2500, 16);  // two groups of row pairs, one larger
+    head<__nv_bfloat16>(1, 7, 8);
+    head<__nv_bfloat16>(300, 1100, 8);
+    head<__nv_bfloat16>(70, 20000, 32);
+    head<__half>(300, 1100, 8);
+    head<__nv_bfloat16>(600, 30000, 8);   // clusters of a strip wait for each other several times
+    head<__nv_bfloat16>(2100, 2500, 16);  // two groups of row pairs, one larger
   }
   std::printf("done\n");
   return 0;
