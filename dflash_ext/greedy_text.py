@@ -18,6 +18,13 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 
+def new_cache(model: PreTrainedModel) -> dict[str, DynamicCache]:
+    """An empty key/value cache, under the name of the model's argument. It grows in place."""
+    names = inspect.signature(type(model).forward).parameters
+    name = "cache" if "cache" in names else "past_key_values"  # renamed in 5.x
+    return {name: DynamicCache(config=model.config)}
+
+
 @torch.inference_mode()
 def greedy_tokens(
     model: PreTrainedModel,
@@ -29,9 +36,7 @@ def greedy_tokens(
 
     `model` is a Hugging Face causal LM. Ends after the first stop token.
     """
-    names = inspect.signature(type(model).forward).parameters
-    cache_argument = "cache" if "cache" in names else "past_key_values"  # renamed in 5.x
-    cache = {cache_argument: DynamicCache(config=model.config)}  # grows in place
+    cache = new_cache(model)
     input_ids = torch.tensor([list(prompt)], device=model.device)
     for _ in range(max_new_tokens):
         logits = model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **cache).logits

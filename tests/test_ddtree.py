@@ -4,15 +4,18 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import tiny_drafter
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from tree_decoder import TreeDecoder, compare, load_decoder, load_prompts
 
+from dflash_ext.config import load_config
+from dflash_ext.config_cli import DEFAULT_CONFIG
 from dflash_ext.ddtree import path_pops
-from dflash_ext.layout import BlockLayout
-from dflash_ext.measure import Answer, Text, measure_text
+
+ROOT = Path(__file__).parent.parent
 
 MAX_NEW_TOKENS = 36
 BUDGETS = (1, 4, 32)
@@ -46,60 +49,47 @@ def test_a_path_that_leaves_the_candidates_ends_there() -> None:
     assert path_pops(log_probs, [1, 1, 1], budget=1) == []
 
 
-def best_nodes(log_probs: Tensor, budget: int) -> set[tuple[int, ...]]:
-    """The `budget` most likely token paths, depth by depth: a best node's parent is a best node."""
-    beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    nodes: list[tuple[float, tuple[int, ...]]] = []
-    for slot in log_probs:
-        children = [
-            (value + float(slot[token]), (*node, token))
-            for value, node in beam
-            for token in slot.topk(min(budget, len(slot))).indices.tolist()
-        ]
-        beam = sorted(children, reverse=True)[:budget]
-        nodes += beam
-    return {node for _, node in sorted(nodes, reverse=True)[:budget]}
-
-
-@torch.inference_mode()
-def decode_with_trees(bench: tiny_drafter.Bench, prompt: Sequence[int], budget: int) -> list[int]:
-    """Accepted + 1 per step of a plain decoder: no cache, every tree path verified by itself."""
-    target, model, head = bench.target, bench.drafter, bench.head
-    spec = model.spec
-
-    def choice(ids: Sequence[int]) -> int:
-        return int(target.model(input_ids=torch.tensor([list(ids)])).logits[0, -1].argmax())
-
-    ids = [*prompt, choice(prompt)]
-    max_length = len(prompt) + MAX_NEW_TOKENS
-    lengths = []
-    while len(ids) < max_length:
-        anchor = len(ids) - 1
-        size = min(spec.block_size, max_length - anchor)
-        hidden = tiny_drafter.capture(target, spec.target_layer_ids, torch.tensor(ids[:anchor]))
-        block = BlockLayout(size).input_ids(torch.tensor(ids[-1:]), spec.mask_token_id)
-        ctx_kv = model.context(hidden, torch.arange(anchor))
-        start, end = torch.tensor([0]), torch.tensor([anchor])
-        states = model(head.embed(block), ctx_kv, start, end)[0, 1:]
-        tree = best_nodes((states @ head.head_weight.T).log_softmax(-1), budget)
-        node: tuple[int, ...] = ()
-        while (bonus := choice([*ids, *node])) is not None and (*node, bonus) in tree:
-            node = (*node, bonus)
-        new = [*node, bonus][: max_length - len(ids)]
-        lengths.append(len(new))
-        ids += new
-    return lengths
-
-
 def test_lengths_equal_a_tree_decoder(tiny_target_dir: Path) -> None:
     bench = tiny_drafter.bench(tiny_target_dir)
+    decoder = TreeDecoder(bench.target, bench.drafter, bench.head)
     totals = dict.fromkeys(BUDGETS, 0)
     for prompt, whole in zip(tiny_drafter.PROMPTS, bench.texts, strict=True):
-        ids = whole[: len(prompt) + MAX_NEW_TOKENS]
-        text = Text(ids, [Answer(len(prompt), len(ids) - 1, len(ids))])
-        found = measure_text(bench.target, bench.drafter, bench.head, text, budgets=BUDGETS).ddtree
-        for budget in BUDGETS:
-            assert found[budget] == decode_with_trees(bench, prompt, budget), budget
-            totals[budget] += len(found[budget])
+        found = compare(decoder, prompt, MAX_NEW_TOKENS, budgets=BUDGETS)
+        assert found.wrong_budgets == []
+        for budget, decoded in found.decoded.items():
+            assert decoded.tokens == whole[len(prompt) : len(prompt) + MAX_NEW_TOKENS]
+            totals[budget] += len(decoded.lengths)
     # More nodes, fewer steps: the budgets were told apart.
     assert totals[1] > totals[4] > totals[32]
+
+
+def test_a_tree_decoder_ends_at_a_stop_token(tiny_target_dir: Path) -> None:
+    bench = tiny_drafter.bench(tiny_target_dir)
+    decoder = TreeDecoder(bench.target, bench.drafter, bench.head)
+    prompt = tiny_drafter.PROMPTS[0]
+    answer = bench.texts[0][len(prompt) :]
+    inside = {answer[place] for place in range(5, 25)} - set(answer[:5])
+    for stop in sorted(inside):  # some of them in the middle of a step
+        found = compare(decoder, prompt, MAX_NEW_TOKENS, {stop}, budgets=(16,))
+        assert found.wrong_budgets == []
+        assert found.decoded[16].tokens == answer[: answer.index(stop) + 1]
+
+
+@pytest.mark.slow
+def test_default_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter that `python -m dflash_ext.train` leaves, on held-out prompts.
+
+    `python tests/tree_decoder.py` decodes as many as one has time for.
+    """
+    monkeypatch.chdir(ROOT)
+    config = load_config(DEFAULT_CONFIG)
+    export = Path(config.log.dir) / config.log.name / "export"
+    if not export.exists():
+        pytest.skip(f"no {export}: python -m dflash_ext.train has not run here")
+    decoder = load_decoder(export, config.model.target)
+    prompts, stops = load_prompts(config.model.target, decoder.target, Path(config.data.eval[0]))
+    for prompt in prompts[::20]:
+        found = compare(decoder, prompt, 40, stops)
+        assert found.wrong_budgets == []
+        for decoded in found.decoded.values():
+            assert len(decoded.lengths) <= len(found.measured.lengths)
