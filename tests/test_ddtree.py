@@ -88,8 +88,8 @@ def test_default_run(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip(f"no {export}: python -m dflash_ext.train has not run here")
     decoder = load_decoder(export, config.model.target)
     prompts, stops = load_prompts(config.model.target, decoder.target, Path(config.data.eval[0]))
-    for prompt in prompts[::20]:
-        found = compare(decoder, prompt, 40, stops)
+    for prompt in prompts[::30]:
+        found = compare(decoder, prompt, 32, stops)
         assert found.wrong_budgets == []
         for decoded in found.decoded.values():
             assert len(decoded.lengths) <= len(found.measured.lengths)
