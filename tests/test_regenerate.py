@@ -1,17 +1,19 @@
 """Regenerating answers: greedy text, resuming, torn files, servers, bad input."""
 
+import gzip
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from fake_server import FakeServer
 
 from dflash_ext import regenerate
-from dflash_ext.config import UserError
-from dflash_ext.generation import Answer, Messages, ServerGenerator, TargetGenerator
+from dflash_ext.config import DataConfig
+from dflash_ext.data.conversations import load_examples
+from dflash_ext.generation import Answer, Messages, Prompt, TargetGenerator
 from dflash_ext.target import Target, load_target, load_tokenizer
 
 QUESTIONS = ["Hi", "Count to ten.", "Why?", "A longer question, asked at length.", "2 + 2 ="]
@@ -74,21 +76,41 @@ def test_batched_answers_are_each_prompts_own_greedy_text(target: Target, tiny_t
     generator.stop_ids = torch.tensor(sorted(stops))
     want = [alone(target, prompt, 24, stops) for prompt in ids]
     assert len({len(tokens) for tokens in want}) > 2
-    assert generator._generate(ids) == want
+    assert generator._generate(ids, 512) == want
 
-    answers = generator.answer([conversation(q) for q in QUESTIONS])
+    answers = generator.answers([Prompt(conversation(q)) for q in QUESTIONS])
     for answer, tokens in zip(answers, want, strict=True):
         assert answer.num_tokens == len(tokens)
-        assert answer.ended == (tokens[-1] in stops)
+        assert answer.finish == ("stop" if tokens[-1] in stops else "length")
         assert answer.text == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_sampling_settings_of_the_model_are_not_used(target: Target, tiny_target_dir: Path):
     tokenizer = load_tokenizer(str(tiny_target_dir))
-    want = TargetGenerator(target, tokenizer, 8).answer([conversation("Hi")])
+    want = list(TargetGenerator(target, tokenizer, 8).answers([Prompt(conversation("Hi"))]))
     replica = target.replica()
     replica.model.generation_config.update(do_sample=True, temperature=9.0, repetition_penalty=5.0)
-    assert TargetGenerator(replica, tokenizer, 8).answer([conversation("Hi")]) == want
+    generator = TargetGenerator(replica, tokenizer, 8)
+    assert list(generator.answers([Prompt(conversation("Hi"))])) == want
+
+
+def test_a_prompt_beyond_the_targets_positions_gets_no_answer(
+    target: Target, tiny_target_dir: Path
+) -> None:
+    generator = TargetGenerator(target, load_tokenizer(str(tiny_target_dir)), 40)
+    prompts = [Prompt(conversation("x" * n)) for n in (3, 480, 600, 5)]  # of 512 positions
+    answers = list(generator.answers(prompts))
+    assert [answer.num_tokens > 0 for answer in answers] == [True, True, False, True]
+    assert answers[2] == Answer("", 0, "length")
+    assert answers[1].num_tokens < 40  # as much as there is room
+
+
+def test_thinking_and_tools_reach_the_template(target: Target, tiny_target_dir: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_target_dir))
+    tokenizer.chat_template += "{{ enable_thinking }}{{ tools[0].name if tools }}"
+    generator = TargetGenerator(target, tokenizer, 4, enable_thinking=False)
+    ids = generator._encode(Prompt(conversation("Hi"), [{"name": "add"}]))
+    assert tokenizer.decode(ids).endswith("assistant\nFalseadd")
 
 
 # The command
@@ -99,7 +121,8 @@ def test_rows_keep_their_fields_and_get_the_answer(
 ) -> None:
     out = tmp_path / "new" / "out.jsonl"
     source = ["--target", str(tiny_target_dir)]
-    assert command(source, prompts, out, "--max_new_tokens", "6", "--batch_size", "2") == 0
+    flags = ["--max_new_tokens", "6", "--batch_size", "2"]
+    assert command(source, prompts, out, *flags, "--keep_truncated") == 0
     rows = read(out)
     assert [row["task"] for row in rows] == [f"t{i}" for i in range(len(QUESTIONS))]
     for row, question in zip(rows, QUESTIONS, strict=True):
@@ -107,10 +130,40 @@ def test_rows_keep_their_fields_and_get_the_answer(
         assert user == {"role": "user", "content": question}
         assert assistant["role"] == "assistant" and assistant["content"]
         assert row["finish"] == "length"  # a random model does not end by itself
+    settings = yaml.safe_load((tmp_path / "new" / "out.jsonl.settings.yaml").read_text())
+    assert settings.pop("template") and settings == {
+        **{"target": str(tiny_target_dir), "revision": None, "dtype": "float32"},
+        **{"enable_thinking": None, "temperature": 0, "max_new_tokens": 6, "keep_truncated": True},
+    }
+
+
+def test_answers_cut_off_are_refused_and_training_passes_over_them(
+    tiny_target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out, source = tmp_path / "out.jsonl", ["--target", str(tiny_target_dir)]
+    assert command(source, prompts, out, "--max_new_tokens", "6") == 0
+    assert all(len(row["messages"]) == 1 and row["finish"] == "length" for row in read(out))
+    said = capsys.readouterr().out
+    assert f"{len(QUESTIONS)} of them without an answer, mostly cut off at 6 tokens" in said
+    assert command(source, prompts, out, "--max_new_tokens", "6") == 0  # all there
+    assert f"{len(QUESTIONS)} of them without an answer" in capsys.readouterr().out
+
+    history = [*conversation("a?"), {"role": "assistant", "content": "b"}, *conversation("c?")]
+    whole = {"messages": [*history, {"role": "assistant", "content": "d"}]}
+    text = tmp_path / "text.jsonl"
+    text.write_text(
+        "".join(
+            json.dumps(row) + "\n" for row in ({"messages": history, "finish": "length"}, whole)
+        )
+    )
+    tokenizer = load_tokenizer(str(tiny_target_dir))
+    examples, report = load_examples([str(out), str(text)], tokenizer, DataConfig())
+    assert len(examples) == 1 and report.no_assistant == len(QUESTIONS) + 1
 
 
 def test_resuming_gives_the_same_file(tiny_target_dir: Path, prompts: Path, tmp_path: Path) -> None:
-    source, limits = ["--target", str(tiny_target_dir)], ["--max_new_tokens", "6"]
+    source = ["--target", str(tiny_target_dir)]
+    limits = ["--max_new_tokens", "6", "--keep_truncated"]
     whole = tmp_path / "whole.jsonl"
     assert command(source, prompts, whole, *limits) == 0
     content = whole.read_bytes()
@@ -122,18 +175,40 @@ def test_resuming_gives_the_same_file(tiny_target_dir: Path, prompts: Path, tmp_
         assert torn.read_bytes() == content
 
 
+def test_a_file_is_not_continued_with_other_settings(
+    tiny_target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out, source = tmp_path / "out.jsonl", ["--target", str(tiny_target_dir)]
+    assert command(source, prompts, out, "--max_new_tokens", "6") == 0
+    out.write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[:2]))
+    capsys.readouterr()
+    for flags, wanted in (
+        (["--max_new_tokens", "7"], "found max_new_tokens 6, this command has 7"),
+        (["--max_new_tokens", "6", "--keep_truncated"], "found keep_truncated False"),
+        (["--max_new_tokens", "6", "--enable_thinking", "true"], "found enable_thinking None"),
+        (["--max_new_tokens", "6", "--dtype", "bfloat16"], "found dtype 'float32'"),
+    ):
+        assert command(source, prompts, out, *flags) == 2
+        err = capsys.readouterr().err
+        assert f"error: {out}.settings.yaml: {wanted}" in err
+    assert command(source, prompts, out, "--max_new_tokens", "6") == 0
+
+
 class Scripted:
-    """Answers with the question; fails from batch `fail_at` on; counts the rows it was asked."""
+    """Answers with the question; is interrupted at row `fail_at`; counts the rows it was asked."""
+
+    model = "scripted"
 
     def __init__(self, fail_at: int | None = None) -> None:
-        self.batches: list[int] = []
+        self.asked = 0
         self.fail_at = fail_at
 
-    def answer(self, batch: Sequence[Messages]) -> list[Answer]:
-        if len(self.batches) == self.fail_at:
-            raise KeyboardInterrupt
-        self.batches.append(len(batch))
-        return [Answer(f"re: {messages[-1]['content']}", 3, True) for messages in batch]
+    def answers(self, prompts: Sequence[Prompt]) -> Iterator[Answer]:
+        for prompt in prompts:
+            if self.asked == self.fail_at:
+                raise KeyboardInterrupt
+            self.asked += 1
+            yield Answer(f"re: {prompt.messages[-1]['content']}", 3, "stop")
 
 
 @pytest.fixture
@@ -149,21 +224,21 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scripted]:
 SERVER = ["--server", "http://localhost:1"]
 
 
-def test_an_interrupt_costs_one_batch_and_done_rows_are_not_asked_again(
+def test_an_interrupt_costs_nothing_that_was_answered(
     prompts: Path, tmp_path: Path, scripted: Callable[..., Scripted]
 ) -> None:
     out = tmp_path / "out.jsonl"
-    first = scripted(fail_at=2)
-    assert command(SERVER, prompts, out, "--batch_size", "2") == 130
-    assert first.batches == [2, 2] and len(read(out)) == 4
+    scripted(fail_at=3)
+    assert command(SERVER, prompts, out) == 130
+    assert len(read(out)) == 3
     second = scripted()
-    assert command(SERVER, prompts, out, "--batch_size", "2") == 0
-    assert second.batches == [1]
+    assert command(SERVER, prompts, out) == 0
+    assert second.asked == len(QUESTIONS) - 3
     assert [row["messages"][-1]["content"] for row in read(out)] == [f"re: {q}" for q in QUESTIONS]
     assert all("finish" not in row for row in read(out))
     third = scripted()
     assert command(SERVER, prompts, out) == 0
-    assert third.batches == []
+    assert third.asked == 0
 
 
 def test_a_final_assistant_turn_is_replaced(
@@ -213,13 +288,14 @@ def test_two_runs_on_one_file(
     ("content", "want"),
     [
         ("", "found no rows"),
-        ('{"messages": []}\n', ":1: found no turn to answer"),
-        ('{"text": "hi"}\n', ":1: found no messages"),
-        ('{"messages": ["hi"]}\n', ":1: found no messages"),
-        ('{"messages": [{"role": "user"}]}\n', ":1: found no messages"),
+        ('{"messages": []}\n', ":1: messages: found an empty list"),
+        ('{"text": "hi"}\n', ":1: found the fields 'text', want 'messages' or 'conversations'"),
+        ('{"messages": ["hi"]}\n', ":1: messages[0]: found"),
+        ('{"messages": [{"role": "user"}]}\n', ":1: messages[0]: found no content"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}\n', ":1: found no turn to answer"),
         ('{"messages": [{"role": "system", "content": "x"}]}\n', ":1: found no turn to answer"),
         ('\n{"messages": [}\n', ":2: found a line that is not JSON"),
-        ("[1]\n", ":1: found a JSON list, want an object"),
+        ("[1]\n", ":1: found a JSON list, want a JSON object"),
     ],
 )
 def test_bad_prompts_end_with_one_line(
@@ -268,110 +344,46 @@ def test_a_file_that_is_not_rows_is_left_alone(prompts: Path, tmp_path: Path, ca
     assert "notes.txt" in capsys.readouterr().err
 
 
-# A server
-
-
-class FakeServer(ThreadingHTTPServer):
-    """Chat completions that echo the question; `failures` are HTTP codes to answer with first."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), FakeHandler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.failures: list[int] = []
-        self.requests: list[dict] = []
-        self.body: bytes | None = None
-        self.lock = threading.Lock()
-
-
-class FakeHandler(BaseHTTPRequestHandler):
-    server: FakeServer
-
-    def do_GET(self) -> None:
-        self.reply(200, {"data": [{"id": "tiny"}]})
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append({"path": self.path, **request})
-            code = self.server.failures.pop(0) if self.server.failures else 200
-        text = request["messages"][-1]["content"]
-        reason = "length" if text == "Why?" else "stop"
-        message = {"role": "assistant", "content": text.upper()}
-        choice = {"message": message, "finish_reason": reason}
-        self.reply(code, {"choices": [choice], "usage": {"completion_tokens": 4}})
-
-    def reply(self, code: int, body: dict) -> None:
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(self.server.body or json.dumps(body).encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    fake = FakeServer()
-    thread = threading.Thread(target=fake.serve_forever, args=(0.01,))
-    thread.start()
-    yield fake
-    fake.shutdown()
-    thread.join(timeout=10)
-    fake.server_close()
-
-
-@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-def test_answers_of_a_server(
-    server: FakeServer, suffix: str, prompts: Path, tmp_path: Path
+def test_prompts_may_be_sharegpt_and_compressed(
+    tmp_path: Path, scripted: Callable[..., Scripted]
 ) -> None:
+    turns = [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "old"}]
+    path, out = tmp_path / "p.json.gz", tmp_path / "o.jsonl"
+    path.write_bytes(gzip.compress(json.dumps([{"id": 1, "conversations": turns}]).encode()))
+    scripted()
+    assert command(SERVER, path, out) == 0
+    reply = {"role": "assistant", "content": "re: One?"}
+    assert read(out) == [{"id": 1, "messages": [*conversation("One?"), reply]}]
+
+
+def test_text_that_is_not_unicode_is_written_as_it_came(
+    tmp_path: Path, scripted: Callable[..., Scripted]
+) -> None:
+    path, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "\\ud800"}]}\n')
+    scripted()
+    assert command(SERVER, path, out) == 0
+    assert read(out)[0]["messages"][0]["content"] == "\ud800"
+
+
+def test_answers_of_a_server_and_what_is_kept(prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    source = ["--server", server.url + suffix]
-    assert command(source, prompts, out, "--max_new_tokens", "5", "--batch_size", "3") == 0
-    rows = read(out)
-    assert [row["messages"][-1]["content"] for row in rows] == [q.upper() for q in QUESTIONS]
-    assert [row.get("finish") for row in rows] == [None, None, "length", None, None]
-    for request in server.requests:
-        assert request["path"] == "/v1/chat/completions" and request["model"] == "tiny"
-        assert request["temperature"] == 0 and request["max_tokens"] == 5
-
-
-def test_a_server_that_is_busy_is_asked_again(server: FakeServer) -> None:
-    server.failures = [503, 429]
-    generator = ServerGenerator(server.url, 5, first_wait_s=0.01)
-    assert generator.answer([conversation("Hi")]) == [Answer("HI", 4, True)]
-    assert len(server.requests) == 3
-
-
-def test_the_tries_are_bounded(server: FakeServer) -> None:
-    generator = ServerGenerator(server.url, 5, tries=3, first_wait_s=0.01)
-    server.failures = [500] * 99
-    with pytest.raises(UserError, match="found HTTP 500 .* after 3 tries"):
-        generator.answer([conversation("Hi")])
-    assert len(server.requests) == 3
-
-
-def test_a_refused_request_is_not_repeated(server: FakeServer) -> None:
-    generator = ServerGenerator(server.url, 5, first_wait_s=0.01)
-    server.failures = [400]
-    with pytest.raises(UserError, match="found HTTP 400 .* after 1 tries"):
-        generator.answer([conversation("Hi")])
-    assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize("body", [b"not json", b'{"choices": []}', b'{"choices": [{}]}', b"[]"])
-def test_a_reply_that_is_no_completion(server: FakeServer, body: bytes) -> None:
-    generator = ServerGenerator(server.url, 5, first_wait_s=0.01)
-    server.body = body
-    with pytest.raises(UserError, match="/v1/chat/completions: found a reply"):
-        generator.answer([conversation("Hi")])
-
-
-def test_no_server(prompts: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="want http://"):
-        ServerGenerator("localhost:8000", 5)
-    closed = FakeServer()
-    closed.server_close()
-    with pytest.raises(UserError, match=r"/v1/models: found .*refused.* after 2 tries"):
-        ServerGenerator(closed.url, 5, tries=2, first_wait_s=0.01)
+    with FakeServer() as server:
+        source = ["--server", server.url]
+        flags = ["--max_new_tokens", "5", "--concurrency", "3", "--enable_thinking", "false"]
+        assert command(source, prompts, out, *flags) == 0
+        rows = read(out)
+        assert [row.get("finish") for row in rows] == [None, None, "length", None, None]
+        answers = [row["messages"][-1]["content"] for row in rows if "finish" not in row]
+        assert answers == [q.upper() for q in QUESTIONS if q != "Why?"]
+        assert rows[2]["messages"] == conversation("Why?")
+        for request in server.requests:
+            assert request["chat_template_kwargs"] == {"enable_thinking": False}
+        kept = tmp_path / "kept.jsonl"
+        assert command(source, prompts, kept, "--keep_truncated") == 0
+        assert read(kept)[2]["messages"][-1]["content"] == "WHY?"
+    settings = yaml.safe_load(Path(f"{out}.settings.yaml").read_text())
+    assert settings == {
+        **{"model": "tiny", "enable_thinking": False, "temperature": 0, "max_new_tokens": 5},
+        **{"keep_truncated": False},
+    }

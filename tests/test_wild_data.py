@@ -45,7 +45,7 @@ def is_what_a_server_sees(tokenizer, messages, tools, **options) -> None:
     ids, mask, _ = encode_chat(tokenizer, messages, place="x:1", tools=tools, **options)
     text = tokenizer.decode(ids)
     options.pop("last_turn_only", None)
-    render = template_options(tokenizer, tools, options.get("enable_thinking"))
+    render = template_options(tokenizer, tools, options.get("enable_thinking"), "x:1")
     assert text == tokenizer.apply_chat_template(messages, tokenize=False, **render)
     prompts = {}
     for i, message in enumerate(messages):
@@ -271,7 +271,7 @@ def test_the_date_in_a_prompt_does_not_change_overnight(tokenizers):
 def test_a_fixed_date_leaves_the_rest_of_a_template_alone():
     template = "\n  a\n{% if 1 %}\n b {{ strftime_now('%A %d %B %Y %H:%M') }}\n{% endif %}\n"
     tokenizer = chat_tokenizer(template)
-    options = template_options(tokenizer, None, None)
+    options = template_options(tokenizer, None, None, "x:1")
     text = tokenizer.apply_chat_template(chat("x"), tokenize=False, **options)
     today = tokenizer.apply_chat_template(chat("x"), tokenize=False)
     assert text == "\n  a\n b Friday 26 July 2024 00:00\n"

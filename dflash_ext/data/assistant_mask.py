@@ -46,9 +46,16 @@ def template_options(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Mapping[str, object]] | None,
     enable_thinking: bool | None,
+    place: str,
 ) -> dict[str, Any]:
-    """What `apply_chat_template` takes beside the messages. ValueError if there is no template."""
-    template = tokenizer.get_chat_template(tools=tools)
+    """What `apply_chat_template` takes beside the messages. UserError if there is no template."""
+    try:
+        template = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        raise UserError(
+            f"{place}: found messages, but the tokenizer has no usable chat template, "
+            "want a tokenizer with one, or rows with input_ids and loss_mask"
+        ) from error
     if "strftime_now" in template:
         template = _FIXED_DATE + template
     options: dict[str, Any] = {"tools": tools, "chat_template": template}
@@ -101,13 +108,7 @@ def encode_chat(
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     messages = messages[: turns[-1] + 1]
-    try:
-        options = template_options(tokenizer, tools, enable_thinking)
-    except ValueError as error:
-        raise UserError(
-            f"{place}: found messages, but the tokenizer has no usable chat template, "
-            "want a tokenizer with one, or rows with input_ids and loss_mask"
-        ) from error
+    options = template_options(tokenizer, tools, enable_thinking, place)
     if _GENERATION_TAG.search(options["chat_template"]):
         ids, mask = _encode_with_tag(tokenizer, messages, options, place)
         if last_turn_only:
@@ -116,7 +117,7 @@ def encode_chat(
         return EncodedChat(ids, mask, max(0, wanted - len(runs(mask))))
 
     def render(part: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        return _apply(
+        return apply_template(
             tokenizer,
             part,
             place,
@@ -143,9 +144,10 @@ def _last_run_start(mask: np.ndarray) -> int:
     return int(found[-1, 0]) if len(found) else 0
 
 
-def _apply(
+def apply_template(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, **options: object
 ) -> Any:
+    """`tokenizer.apply_chat_template`, whatever goes wrong in it as a UserError."""
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
     except Exception as error:  # a template is the user's program: it may raise anything
@@ -162,7 +164,7 @@ def _encode_with_tag(
     options: Mapping[str, object],
     place: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    encoded = _apply(
+    encoded = apply_template(
         tokenizer,
         messages,
         place,

@@ -38,7 +38,8 @@ def encode_row(
 ) -> list[EncodedChat]:
     """The examples of a row; their ids may be any integers.
 
-    One, or none for a conversation without an assistant turn, or with `split_turns` one for each
+    One, or none for a conversation without an assistant turn (or one that `regenerate` got no
+    answer to), or with `split_turns` one for each
     assistant turn that has a message before it.
 
     With `format: auto` a row that has several kinds counts as the first of `KINDS`.
@@ -49,24 +50,32 @@ def encode_row(
     kinds = KINDS if cfg.format == "auto" else (cfg.format,)
     kind = next((kind for kind in kinds if row.get(kind) is not None), None)
     if kind is None:
-        found = ", ".join(map(repr, row)) or "none"
-        raise UserError(f"{place}: found the fields {found}, want {' or '.join(map(repr, kinds))}")
+        fields = ", ".join(map(repr, row)) or "none"
+        raise UserError(f"{place}: found the fields {fields}, want {' or '.join(map(repr, kinds))}")
     if kind == "input_ids":
         ids, mask = _token_row(row, place)
         if cfg.last_turn_only and mask.any():
             mask[: runs(mask)[-1, 0]] = 0
         return [EncodedChat(ids, mask, 0)]
-    messages, tools = row[kind], row.get("tools")
-    if kind == "conversations":
-        messages, tools = _from_sharegpt(row, place), _parsed_tools(tools, place)
+    found, tools = conversation_of(row, place, kind)
+    messages = checked_messages(found, place)
+    if row.get("finish") is not None and messages[-1]["role"] != "assistant":
+        return []  # `regenerate` got no answer to it; what stands before is not the target's
     return _encode_messages(
-        checked_messages(messages, place),
+        messages,
         checked_tools(tools, place),
         place,
         tokenizer,
         cfg,
         cut_off=row.get("finish") == "length",
     )
+
+
+def conversation_of(row: Row, place: str, kind: str) -> tuple[object, object]:
+    """Messages and tools of a row of this kind, not checked yet."""
+    if kind == "conversations":
+        return _from_sharegpt(row, place), _parsed_tools(row.get("tools"), place)
+    return row[kind], row.get("tools")
 
 
 def _encode_messages(
