@@ -144,7 +144,7 @@ class DrafterOptimizer:
         if missing:
             raise RuntimeError(f"no gradient for {missing[0]} and {len(missing) - 1} others")
         grads = [p.grad for p in self.params if p.grad is not None]
-        norm = global_norm(grads if self.flat is None else [self.flat.grad])
+        norm = global_norm(grads)
         bad = ~torch.isfinite(norm)
         divisor = ((norm + 1e-6) / self.cfg.max_grad_norm).clamp_min(1.0)
         self._update_others(grads, divisor, bad)

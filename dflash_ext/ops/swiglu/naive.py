@@ -22,7 +22,6 @@ def swiglu_backward_naive(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient of gate_up, in its dtype."""
     wide = accumulate_dtype(gate_up.dtype)
     gate, up = gate_up.to(wide).chunk(2, dim=-1)
-    sigmoid = torch.sigmoid(gate)
-    d_silu = sigmoid * (1 + gate * (1 - sigmoid))
     grad = grad.to(wide)
-    return torch.cat([grad * up * d_silu, grad * gate * sigmoid], dim=-1).to(gate_up.dtype)
+    d_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    return torch.cat([d_gate, grad * F.silu(gate)], dim=-1).to(gate_up.dtype)
