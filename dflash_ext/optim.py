@@ -98,6 +98,8 @@ class DrafterOptimizer:
         # Steps taken by each parameter: one tensor, whose elements are AdamW's own counters.
         self.taken = torch.zeros(len(self.params), dtype=torch.float32, device=device)
         self.nonfinite = torch.zeros(2, dtype=torch.int64, device=device)
+        # The rate of the next update, for the host and on the device.
+        self.rate = 0.0
         self.lr = torch.zeros((), dtype=torch.float64, device=device)
         # The moments of AdamW are those of the last parameters: all, or those without another rule.
         self.adamw_first = self._num_others()
@@ -123,7 +125,8 @@ class DrafterOptimizer:
 
     def set_lr(self, step: int) -> None:
         """Gives the next ``update`` the rate of optimizer step ``step`` (0-based)."""
-        self.lr.fill_(self.lr_at(step))
+        self.rate = self.lr_at(step)
+        self.lr.fill_(self.rate)
 
     def step(self, step: int) -> Tensor:
         """``set_lr`` and ``update``."""
@@ -144,7 +147,10 @@ class DrafterOptimizer:
         if missing:
             raise RuntimeError(f"no gradient for {missing[0]} and {len(missing) - 1} others")
         grads = [p.grad for p in self.params if p.grad is not None]
-        norm = global_norm(grads)
+        if self.flat is not None and self.flat.grad.is_cuda:
+            norm = torch.linalg.vector_norm(self.flat.grad)  # faster than part by part
+        else:
+            norm = global_norm(grads)
         bad = ~torch.isfinite(norm)
         divisor = ((norm + 1e-6) / self.cfg.max_grad_norm).clamp_min(1.0)
         self._update_others(grads, divisor, bad)
@@ -189,7 +195,7 @@ class DrafterOptimizer:
                 amsgrad=False,
                 beta1=BETAS[0],
                 beta2=BETAS[1],
-                lr=self.lr,
+                lr=self.rate,
                 weight_decay=weight_decay,
                 eps=EPS,
                 maximize=False,

@@ -326,8 +326,9 @@ def test_kernels_compile_to_cubin(
 ) -> None:
     names = ("rms_norm", "qkv_norm_rope", "swiglu", "adamw")
     modules = [importlib.import_module(f"dflash_ext.ops.{name}.triton") for name in names]
+    modules.append(importlib.import_module("dflash_ext.ops.triton_sums"))
     with recorded_launches(modules, monkeypatch) as launches:
         launch_all(dtype)
-    assert len(launches) == 11
+    assert len(launches) == 15
     for launch in launches:
         assert compile_launch(launch, arch).startswith(b"\x7fELF")

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_ext.ops.triton_launch import launch, next_power_of_two, num_sms, rows_of
+from dflash_ext.ops.triton_sums import sum_rows
 
 
 @triton.jit
@@ -124,13 +125,13 @@ def _rotated_backward(
     grad_ptr, qkv_ptr, weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, partial_ptr, first_block, blocks,
     heads, num_rows, grad_stride, qkv_stride, dqkv_stride, cos_stride, eps,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr,
+    HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     half: tl.constexpr = DIM // 2
     w1, w2 = _load_weight(weight_ptr, half, HALF)
     dw1 = tl.zeros([ROWS, HEADS, HALF], tl.float32)
     dw2 = tl.zeros([ROWS, HEADS, HALF], tl.float32)
-    for block in range(first_block, tl.cdiv(num_rows, ROWS), blocks):
+    for block in tl.range(first_block, tl.cdiv(num_rows, ROWS), blocks, num_stages=STAGES):
         rows = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         at, mask = _tile(rows, heads, num_rows, NUM_HEADS, grad_stride, half, HALF)
         g1, g2 = _load_halves(grad_ptr, at, mask, half)
@@ -157,7 +158,7 @@ def qkv_norm_rope_backward_kernel(
     dqkv_ptr, partial_ptr,
     num_rows, grad_q_stride, grad_k_stride, grad_v_stride, qkv_stride, cos_stride, eps,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     k_groups: tl.constexpr = (K_HEADS + HEADS - 1) // HEADS
@@ -172,14 +173,14 @@ def qkv_norm_rope_backward_kernel(
         _rotated_backward(
             grad_q_ptr, qkv_ptr, q_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, partial, first_block,
             blocks, group * HEADS + heads, num_rows, grad_q_stride, qkv_stride, width, cos_stride,
-            eps, Q_HEADS, DIM, ROWS, HEADS, HALF,
+            eps, Q_HEADS, DIM, ROWS, HEADS, HALF, STAGES,
         )  # fmt: skip
     elif group < q_groups + k_groups:
         _rotated_backward(
             grad_k_ptr, qkv_ptr + Q_HEADS * DIM, k_weight_ptr, cos_ptr, sin_ptr,
             dqkv_ptr + Q_HEADS * DIM, partial, first_block, blocks,
             (group - q_groups) * HEADS + heads, num_rows, grad_k_stride, qkv_stride, width,
-            cos_stride, eps, K_HEADS, DIM, ROWS, HEADS, HALF,
+            cos_stride, eps, K_HEADS, DIM, ROWS, HEADS, HALF, STAGES,
         )  # fmt: skip
     else:
         heads += (group - q_groups - k_groups) * HEADS
@@ -292,10 +293,12 @@ def qkv_norm_rope_backward_triton(
         Q_HEADS=q_heads,
         K_HEADS=k_heads,
         DIM=dim,
+        STAGES=1,
         num_warps=4,
         **config,
     )
-    dq_weight = partial[: q_groups * blocks].sum(0)
     if q_weight is None:
-        dq_weight = dq_weight[:0]
-    return dqkv, dq_weight, partial[q_groups * blocks :].sum(0)
+        dk_weight, dq_weight = sum_rows(partial)
+    else:
+        dq_weight, dk_weight = sum_rows(partial, q_groups * blocks)
+    return dqkv, dq_weight, dk_weight

@@ -1,7 +1,7 @@
 """rms_norm for GPUs: a program holds whole rows, so every tensor moves once.
 
-The gradient of the weight is summed by each program over its rows, in order; the caller adds the
-programs' sums. Without atomics it is the same in every run.
+The gradient of the weight is summed by each program over its rows, in order; a second kernel adds
+the programs' sums. Without atomics it is the same in every run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_ext.ops.triton_launch import launch, next_power_of_two, num_sms, rows_of
+from dflash_ext.ops.triton_sums import sum_rows
 
 
 @triton.jit
@@ -159,4 +160,4 @@ def rms_norm_backward_triton(
         STAGES=2,
         **config,
     )
-    return dx, partial.sum(0)
+    return dx, sum_rows(partial)[0]
