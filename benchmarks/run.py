@@ -5,7 +5,6 @@ python -m benchmarks.run [--only NAME] [--device cpu|cuda:0] [--peers DIR] [--js
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib
 import importlib.metadata
@@ -22,6 +21,7 @@ import torch
 
 import dflash_ext
 from benchmarks import median_seconds
+from dflash_ext.command import CommandParser, check_device, check_output_file, run_command
 
 
 def names() -> list[str]:
@@ -100,18 +100,21 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> int:
+    parser = CommandParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=names(), help="run this one alone")
-    parser.add_argument("--device", default="cpu", type=torch.device)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--peers", metavar="DIR", help="folder of unpacked wheels of the trainers in bench_step"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the results here")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    check_device("--device", arguments.device)
+    if arguments.json:
+        check_output_file("--json", arguments.json)
     if arguments.peers:
         sys.path.insert(0, arguments.peers)
-    device: torch.device = arguments.device
+    device = torch.device(arguments.device)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
@@ -136,4 +139,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

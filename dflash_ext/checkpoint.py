@@ -271,6 +271,8 @@ class CheckpointManager:
                 _verify(folder / name, files[name]["size"], files[name]["sha256"])
             meta = json.loads((folder / META).read_text(encoding="utf-8"))
             version = meta["format_version"]
+            if meta["step"] != step:
+                raise DamagedError(f"{folder}: found the step {meta['step']} inside, want {step}")
             if version > FORMAT_VERSION:
                 raise UserError(
                     f"{folder}: found checkpoint format {version}, want at most {FORMAT_VERSION} "
@@ -279,7 +281,7 @@ class CheckpointManager:
             return load_file(folder / TENSORS), meta
         except OSError as error:
             raise DamagedError(f"{folder}: found {error.strerror}, want a checkpoint") from None
-        except (ValueError, KeyError, TypeError, SafetensorError):
+        except (ValueError, KeyError, TypeError, RecursionError, SafetensorError):
             raise DamagedError(f"{folder}: found damaged contents, want a checkpoint") from None
 
     def _score(self, step: int) -> float | None:

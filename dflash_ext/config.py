@@ -7,18 +7,17 @@ was found and what is wanted.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import yaml
 
+from dflash_ext.command import CommandParser, run_command
 from dflash_ext.config_check import MAX_BLOCK_SIZE, MAX_SEED, check_layer_ids, validate
 from dflash_ext.config_values import (
     UserError,
@@ -31,6 +30,7 @@ from dflash_ext.config_values import (
 
 __all__ = [
     "CheckpointConfig",
+    "CommandParser",
     "Config",
     "DataConfig",
     "DrafterConfig",
@@ -330,42 +330,6 @@ def parse_config(argv: Sequence[str] | None = None) -> tuple[Config, Flags]:
     from dflash_ext.config_cli import parse  # it builds on this module
 
     return parse(sys.argv[1:] if argv is None else argv)
-
-
-def run_command(command: Callable[[], int | None]) -> int:
-    """Run a command's body and give its exit code.
-
-    2 and one line on stderr for a ``UserError`` or a file that cannot be used, 130 for Ctrl-C,
-    1 and the traceback for any other exception, else what the body returns (None = 0).
-    """
-    try:
-        return command() or 0
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.filename is None:
-            traceback.print_exc()
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        print(f"error: {error.filename}: {error.strerror}, want a usable path", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        traceback.print_exc()
-        print(f"error: {type(error).__name__}:", str(error).partition("\n")[0], file=sys.stderr)
-        return 1
-
-
-class CommandParser(argparse.ArgumentParser):
-    """The parser of the commands without a configuration: a mistake is a ``UserError``."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message} (see --help)")
 
 
 def to_yaml(cfg: Config) -> str:

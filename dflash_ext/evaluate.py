@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dflash_ext import acceptance
-from dflash_ext.config import CommandParser, DataConfig, UserError, run_command
+from dflash_ext.command import CommandParser, check_device, check_output_file, run_command
+from dflash_ext.config import DataConfig, UserError
 from dflash_ext.data.assistant_mask import runs
 from dflash_ext.data.conversations import Example, load_examples, prompt_and_answer
 from dflash_ext.drafter import DFlashDraftModel, FrozenHead
@@ -49,7 +50,7 @@ def evaluate(
     enable_thinking: bool | None = None,
 ) -> dict[str, Any]:
     """The command's figures as a JSON-ready dict (keys: see `summarise`). Raises UserError."""
-    _check_device(device)
+    check_device("--device", device)
     model = DFlashDraftModel.from_pretrained(drafter).to(device, getattr(torch, dtype)).eval()
     target = load_target(target_name, dtype=dtype, device=device, revision=revision)
     _check_match(model, target)
@@ -87,14 +88,6 @@ def _data_config(target: Target, enable_thinking: bool | None) -> DataConfig:
         drop_loops=False,
         enable_thinking=enable_thinking,
     )
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device: found {device!r} ({reason}), want a device here") from error
 
 
 def _check_match(model: DFlashDraftModel, target: Target) -> None:
@@ -262,10 +255,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> None:
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens: found {args.max_new_tokens}, want at least 1")
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise UserError(
-            f"--json: {args.json}: found no such folder, want a file in an existing one"
-        )
+    if args.json:
+        check_output_file("--json", Path(args.json))
     result = evaluate(
         args.drafter,
         args.target,

@@ -87,13 +87,25 @@ class GreedyTextCache:
     def get(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
         """The answer's tokens: the stored ones cut to the limit, else decoded and stored."""
         path = self.path(prompt)
-        if path.exists():
-            stored = json.loads(path.read_text())["tokens"]
-            if len(stored) >= max_new_tokens or stored[-1] in self.stop_token_ids:
-                return stored[:max_new_tokens]
+        stored = self._stored(path, prompt)
+        if stored and (len(stored) >= max_new_tokens or stored[-1] in self.stop_token_ids):
+            return stored[:max_new_tokens]
         tokens = list(greedy_tokens(self.model, prompt, max_new_tokens, self.stop_token_ids))
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.tmp")
         partial.write_text(json.dumps({"prompt": list(prompt), "tokens": tokens}))
         partial.replace(path)
         return tokens
+
+    def _stored(self, path: Path, prompt: Sequence[int]) -> list[int]:
+        """The stored answer; empty if there is none, or a damaged one, which is then made again."""
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            tokens = stored["tokens"] if stored["prompt"] == list(prompt) else []
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return []
+        vocab_size = self.model.get_input_embeddings().weight.shape[0]
+        if not isinstance(tokens, list):
+            return []
+        whole = all(type(token) is int and 0 <= token < vocab_size for token in tokens)
+        return tokens if whole else []

@@ -130,13 +130,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         UserError: another line is not a row; names file and line.
     """
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             break
         try:
             row = json.loads(line)
             row["step"] = int(row["step"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             raise UserError(
                 f"{path}:{number}: found {line.strip()[:60]!r}, want a JSON object with a step"
             ) from None

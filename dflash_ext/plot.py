@@ -6,9 +6,12 @@ python -m dflash_ext.plot --run runs/X [runs/Y ...] --out FILE.png
 from __future__ import annotations
 
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-from dflash_ext.config import CommandParser, UserError, run_command
+from dflash_ext.command import CommandParser, check_output_file, run_command
+from dflash_ext.config import UserError
+from dflash_ext.config_values import shown
 from dflash_ext.logger import read_metrics
 
 Rows = list[dict[str, Any]]
@@ -116,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="picture to write")
     args = parser.parse_args(argv)
+    check_output_file("--out", args.out, make_parents=True)
     unique = len({run.resolve().name for run in args.run}) == len(args.run)
     names = [run.resolve().name if unique else str(run) for run in args.run]
     plot_runs({name: _read(run) for name, run in zip(names, args.run, strict=True)}, args.out)
@@ -130,6 +134,11 @@ def _read(run: Path) -> Rows:
     rows = read_metrics(path)
     if not rows:
         raise UserError(f"{path}: found no rows, want a run that has logged some")
+    for key in ("loss", "acc", "eval_accept_len"):
+        for row in rows:
+            if type(row.get(key)) not in (int, float, NoneType):
+                found = shown(row[key])
+                raise UserError(f"{path}: step {row['step']}: {key}: found {found}, want a number")
     return rows
 
 

@@ -78,10 +78,12 @@ def load_resume(checkpoints: CheckpointManager, cfg: Config) -> Resume:
 def _check_same_run(saved: dict[str, Any], cfg: Config, place: str) -> None:
     """What decides the weights must be as it was; lengths, logging and machines may change."""
     now, defaults = to_dict(cfg), to_dict(Config())
-    for section in ("model", "drafter", "data", "train"):
+    sections = ("model", "drafter", "data", "train")
+    for section in sections:
         if not isinstance(saved.get(section), dict):
             found = shown(saved.get(section))
             raise UserError(f"{place}: meta data: config.{section}: found {found}, want its fields")
+    for section in sections:
         for name, value in now[section].items():
             old = saved[section].get(name, defaults[section][name])  # a field of a later release
             if f"{section}.{name}" not in MAY_CHANGE and value != old:

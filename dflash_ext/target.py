@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from dflash_ext.config import UserError
-from dflash_ext.target_source import quiet_transformers, resolve_target
+from dflash_ext.target_source import quiet_hub, quiet_transformers, resolve_target
 
 __all__ = [
     "Target",
@@ -142,7 +142,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     """The target's tokenizer. Raises UserError if there is none or it cannot be read."""
     source = resolve_target(name, revision)
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        with quiet_hub():
+            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:
         raise _load_error(name, "tokenizer", error) from error
 
@@ -167,14 +168,15 @@ def load_target(
     device = torch.device(device)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        with quiet_hub():
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:
         raise _load_error(name, "config", error) from error
     info = target_info(config)
     if require_fast_gdn or (require_fast_gdn is None and device.type == "cuda"):
         _check_fast_gdn(config)
     try:
-        with quiet_transformers():
+        with quiet_hub(), quiet_transformers():
             model, loading = AutoModelForCausalLM.from_pretrained(
                 source,
                 revision=revision,

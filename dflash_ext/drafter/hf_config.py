@@ -32,6 +32,7 @@ _WHOLE = {
 # Options of the family and of Qwen3 that change what a drafter computes, at the top level or in
 # dflash_config, each with the values that mean a plain DFlash drafter.
 _PLAIN: dict[str, tuple[object, ...]] = {
+    "model_type": ("qwen3",),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "quantization_config": (),
@@ -50,6 +51,12 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "selector_rank": (0,),
     "selector_top_k": (0,),
     "markov_rank": (0,),
+}
+# Values that readers look for in dflash_config first, then at the top level.
+_IN_BOTH = {
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers"),
+    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+    *_PLAIN,
 }
 # Where a field of DrafterSpec stands in config.json, where the name differs.
 _NAMES = {"num_layers": "num_hidden_layers"}
@@ -183,8 +190,9 @@ class _File:
         return UserError(f"{self.place}: {name}: found {text}, want {want}")
 
     def get(self, name: str) -> Any:
-        """The value at the top level or in dflash_config; readers differ in where they look."""
-        outer, inner = self.top.get(name), self.nested.get(name)
+        """The value at the top level or in dflash_config; None if it is in neither."""
+        outer = self.top.get(name)
+        inner = self.nested.get(name) if name in _IN_BOTH else None
         if outer is not None and inner is not None and outer != inner:
             found = f"{shown(outer)} at the top level and {shown(inner)} in dflash_config"
             raise UserError(f"{self.place}: {name}: found {found}, want one value")
@@ -241,7 +249,7 @@ class _File:
 
     def layer_types(self, layers: int) -> tuple[str, ...]:
         value = self.get("layer_types")
-        if value is None and not (self.get("use_sliding_window") or self.get("use_swa")):
+        if value is None and not (self.get("use_sliding_window") or self.nested.get("use_swa")):
             return (FULL,) * layers  # older exports, of the time before sliding layers
         if not isinstance(value, list) or any(not isinstance(kind, str) for kind in value):
             raise self.error("layer_types", value, f"{layers} names, {FULL!r} or {SLIDING!r}")

@@ -1,0 +1,76 @@
+"""What the commands share: exit codes, one line for a mistake, checks before the work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dflash_ext.config_values import UserError
+
+
+def run_command(command: Callable[[], int | None]) -> int:
+    """Run a command's body and give its exit code.
+
+    2 and one line on stderr for a ``UserError`` or a file that cannot be used, 130 for Ctrl-C,
+    1 and the traceback for any other exception, else what the body returns (None = 0).
+    """
+    try:
+        return command() or 0
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            traceback.print_exc()
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        print(f"error: {error.filename}: {error.strerror}, want a usable path", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        traceback.print_exc()
+        print(f"error: {type(error).__name__}:", str(error).partition("\n")[0], file=sys.stderr)
+        return 1
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of the commands without a configuration: a mistake is a ``UserError``."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"command line: {message} (see --help)")
+
+
+def check_output_file(option: str, path: Path, *, make_parents: bool = False) -> None:
+    """Refuse, before the work, a file that could not be written after it.
+
+    `make_parents`: its folder will be made. Raises UserError.
+    """
+    if path.is_dir():
+        raise UserError(f"{option}: found the folder {path}, want a file")
+    folder = path.absolute().parent
+    while make_parents and not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UserError(f"{option}: {path}: found no folder {folder}, want a file in one")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UserError(f"{option}: {path}: found no permission to write, want a file that has it")
+
+
+def check_device(option: str, device: str) -> None:
+    """Refuse a device that torch does not know or this machine does not have."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{option}: found {device!r} ({reason}), want a device here") from error

@@ -1,0 +1,142 @@
+"""Mistakes that must cost one line and no work: output files, devices, caches, the hub's noise."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_drafter
+
+from benchmarks import run as benchmark
+from dflash_ext import evaluate, plot
+from dflash_ext.command import check_output_file
+from dflash_ext.config import UserError, run_command
+from dflash_ext.greedy_text import GreedyTextCache
+from dflash_ext.target import AutoConfig, AutoTokenizer, load_target, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_target_dir: Path) -> tiny_drafter.Bench:
+    return tiny_drafter.bench(tiny_target_dir)
+
+
+def no_work(*args: object, **kwargs: object) -> None:
+    raise AssertionError("began to work")
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ") and captured.out == ""
+    return line
+
+
+@pytest.mark.parametrize("out", [".", "no/such/folder/x.json"])
+def test_evaluate_refuses_its_output_first(out, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(evaluate, "evaluate", no_work)
+    options = ["--drafter", "x", "--target", "x", "--data", "x", "--json", str(tmp_path / out)]
+    assert evaluate.main(options) == 2
+    assert "--json: " in one_line(capsys)
+
+
+def test_plot_refuses_its_output_first(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(plot, "plot_runs", no_work)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    arguments = ["--run", str(tmp_path), "--out"]
+    for out in (tmp_path, tmp_path / "metrics.jsonl" / "x.png"):
+        assert run_command(lambda out=out: plot.main([*arguments, str(out)])) == 2
+        assert "--out: " in one_line(capsys)
+    with pytest.raises(AssertionError, match="began to work"):  # a folder that can be made is fine
+        plot.main([*arguments, str(tmp_path / "new" / "folder" / "x.png")])
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"step": 1, "loss": "x"}', '{"step": 1e400}', "[" * 10**5, "[]", '{"step": 1, "acc": [1]}'],
+    ids=lambda line: line[:20],
+)
+def test_plot_names_a_damaged_row(line, tmp_path, capsys) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    arguments = ["--run", str(tmp_path), "--out", str(tmp_path / "x.png")]
+    assert run_command(lambda: plot.main(arguments)) == 2
+    assert "metrics.jsonl" in one_line(capsys)
+
+
+def test_plot_names_a_file_of_bytes(tmp_path, capsys) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00\n")
+    arguments = ["--run", str(tmp_path), "--out", str(tmp_path / "x.png")]
+    assert run_command(lambda: plot.main(arguments)) == 2
+    assert "metrics.jsonl:1: found " in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--only", "nothing"],
+        ["--device", "gpu"],
+        ["--device", "cuda:99"],
+        ["--json", "."],
+        ["--json", "no/such/x.json"],
+        ["--what"],
+    ],
+    ids=" ".join,
+)
+def test_benchmarks_refuse_first(arguments, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(benchmark, "facts", no_work)
+    assert run_command(lambda: benchmark.main(arguments)) == 2
+    assert arguments[0] in one_line(capsys)
+
+
+def test_an_output_file_that_can_be_written(tmp_path) -> None:
+    check_output_file("--x", tmp_path / "new.json")
+    (tmp_path / "old.json").write_text("")
+    check_output_file("--x", tmp_path / "old.json")
+    with pytest.raises(UserError, match="--x: found the folder"):
+        check_output_file("--x", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda good: "",
+        lambda good: good[:-9],
+        lambda good: "[]",
+        lambda good: json.dumps(json.loads(good) | {"tokens": []}),
+        lambda good: json.dumps(json.loads(good) | {"tokens": 5}),
+        lambda good: json.dumps(json.loads(good) | {"tokens": ["x"] * 9}),
+        lambda good: json.dumps(json.loads(good) | {"tokens": [10**9] * 9}),
+        lambda good: json.dumps(json.loads(good) | {"tokens": [True] * 9}),
+        lambda good: json.dumps(json.loads(good) | {"prompt": [1]}),
+        lambda good: "[" * 10**5,
+    ],
+)
+def test_a_damaged_cached_text_is_made_again(
+    damage: Callable[[str], str], bench: tiny_drafter.Bench, tmp_path: Path
+) -> None:
+    cache = GreedyTextCache(tmp_path, bench.target.model, ())
+    prompt = tiny_drafter.PROMPTS[0]
+    answer = cache.get(prompt, 6)
+    path = cache.path(prompt)
+    good = path.read_text()
+    path.write_text(damage(good))
+    assert cache.get(prompt, 6) == answer
+    assert path.read_text() == good
+
+
+def test_the_hub_retries_in_silence(monkeypatch, capsys, caplog) -> None:
+    """Its warning for every attempt would stand before our one line."""
+
+    def unreachable(*args: object, **kwargs: object) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("We couldn't connect to the hub.\nCheck your connection.")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    for load in (load_tokenizer, lambda name: load_target(name, dtype="float32", device="cpu")):
+        assert run_command(lambda load=load: load("some/model")) == 2
+        assert "error: model.target: cannot load the " in one_line(capsys)
+    assert not caplog.records
+    with pytest.raises(OSError, match="connect"):
+        unreachable()
+    assert len(caplog.records) == 1  # outside of our loading it is as it was
