@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ MIN_SECONDS = {"cpu": 0.2, "cuda": 4.0}
 MIN_ROUNDS = {"cpu": 3, "cuda": 10}
 DEFAULT_SHAPES = {"cpu": ("toy",), "cuda": ("27b", "8b")}
 SIDES = ("floor", "SpecForge", "speculators", "Liger")
+WARM_ROUNDS, PROFILED_ROUNDS = 8, 5
 GRADIENT_TOLERANCE = 1e-2  # of Liger's hidden gradient against ours, both in bfloat16
 
 Row = dict[str, Any]
@@ -141,10 +143,11 @@ def _peers(
     yield "SpecForge", CE, lambda: step_peers.specforge(problem, compiled=False)
     if problem.hidden.is_cuda:
         yield "SpecForge, compiled", CE, lambda: step_peers.specforge(problem, compiled=True)
-    for losses in ("fused", "eager") if problem.hidden.is_cuda else ("eager",):
-        for terms in (KL, CE):
-            make = functools.partial(step_peers.speculators, problem, terms, losses=losses)
-            yield f"speculators, {losses} loss", terms, make
+    own = "fused" if problem.hidden.is_cuda else "eager"
+    kinds = [(own, KL), (own, CE)] + [("eager", KL)] * (own == "fused")
+    for losses, terms in kinds:
+        make = functools.partial(step_peers.speculators, problem, terms, losses=losses)
+        yield f"speculators, {losses} loss", terms, make
 
 
 def _timed(
@@ -199,8 +202,8 @@ def _measure_loss(problem: Problem) -> Iterator[Row]:
 def measure_parts(problem: Problem, terms: Terms) -> list[Row]:
     """Time, share, TFLOP/s and distance to the floor of each part of step and optimizer.
 
-    Kernel times of one profiled step on a device kept busy by steps before it; the floor of each
-    part comes from the passes over the products in between.
+    Kernel times of profiled steps; the floor of each part comes from passes over the products in
+    between, under the same load.
     """
     step, floor = Step(problem), Floor(problem, terms)
     step_index = 0
@@ -212,11 +215,21 @@ def measure_parts(problem: Problem, terms: Terms) -> list[Row]:
         step_index += 1
 
     on_gpu = problem.hidden.is_cuda
-    floors: dict[str, float] = {}
-    for _ in range(5 if on_gpu else 1):
+    passes: list[dict[str, float]] = []
+
+    def products() -> None:
+        if on_gpu:
+            passes.append(floor.part_seconds())
+
+    for _ in range(WARM_ROUNDS if on_gpu else 1):
+        products()
         whole()
-        floors = floor.part_seconds() if on_gpu else {}
-    found = breakdown(profiled(whole, problem.hidden.device), problem.spec)
+    passes.clear()
+    rounds = PROFILED_ROUNDS if on_gpu else 1
+    records = profiled(whole, products, problem.hidden.device, rounds=rounds)
+    found = breakdown(records, problem.spec).per_call(rounds)
+    parts_of = passes[0] if passes else {}
+    floors = {part: statistics.median(x[part] for x in passes) for part in parts_of}
     rows = [
         {
             "op": "part",

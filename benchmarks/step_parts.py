@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from dflash_ext.drafter import DrafterSpec
 
+BETWEEN = "between two profiled calls"
 PARTS = ("projections", "mlp", "attention", "norms and rope", "loss", "optimizer", "other")
 _PRODUCT = re.compile(r"aten::(add)?b?mm|aten::linear|aten::matmul|gemm|cutlass|nvjet|cublas", re.I)
 # The first part whose pattern a name matches; the kernel's own name comes before its operator's.
@@ -35,14 +36,26 @@ class Record:
     seconds: float
 
 
-def profiled(run: Callable[[], object], device: torch.device) -> list[Record]:
-    """The records of one call of ``run``, which must have run before."""
+def profiled(
+    run: Callable[[], object],
+    between: Callable[[], object],
+    device: torch.device,
+    *,
+    rounds: int,
+) -> list[Record]:
+    """The records of ``rounds`` calls of ``run``, which must have run before.
+
+    ``between`` runs before each call and leaves no record: it keeps the device at work, so that
+    the clocks are those of sustained load.
+    """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-        torch.cuda.synchronize(device)
     with profile(activities=activities, record_shapes=True) as prof:
-        run()
+        for _ in range(rounds):
+            with record_function(BETWEEN):
+                between()
+            run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return list(_kernels(prof) if device.type == "cuda" else _operators(prof))
@@ -50,17 +63,25 @@ def profiled(run: Callable[[], object], device: torch.device) -> list[Record]:
 
 def _operators(prof: profile) -> Iterator[Record]:
     for event in prof.events():
-        seconds = event.self_cpu_time_total / 1e6
-        yield Record(event.name, event.name, event.input_shapes or [], seconds)
+        parents = [event]
+        while parents[-1].cpu_parent is not None:
+            parents.append(parents[-1].cpu_parent)
+        if not any(parent.name == BETWEEN for parent in parents):
+            seconds = event.self_cpu_time_total / 1e6
+            yield Record(event.name, event.name, event.input_shapes or [], seconds)
 
 
 def _kernels(prof: profile) -> Iterator[Record]:
     events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
-    ops = {e.correlation_id(): e for e in events if e.device_type() == DeviceType.CPU}
+    on_host = [e for e in events if e.device_type() == DeviceType.CPU]
+    apart = [(e.start_ns(), e.end_ns()) for e in on_host if e.name() == BETWEEN]
+    ops = {e.correlation_id(): e for e in on_host}
     for event in events:
         if event.device_type() != DeviceType.CUDA or event.is_user_annotation():
             continue
         op = ops.get(event.linked_correlation_id())
+        if op is not None and any(start <= op.start_ns() <= end for start, end in apart):
+            continue
         yield Record(
             event.name(),
             op.name() if op else "",
@@ -92,6 +113,12 @@ class Breakdown:
 
     seconds: dict[str, float]
     largest_others: list[tuple[str, float]]
+
+    def per_call(self, calls: int) -> Breakdown:
+        return Breakdown(
+            {part: seconds / calls for part, seconds in self.seconds.items()},
+            [(name, seconds / calls) for name, seconds in self.largest_others],
+        )
 
     @property
     def total(self) -> float:

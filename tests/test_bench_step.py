@@ -10,7 +10,7 @@ import torch
 from benchmarks import bench_step, step_anchors, step_peers, step_two
 from benchmarks.step_check import CheckFailed, Reference, kind_errors
 from benchmarks.step_floor import Floor, step_gemms
-from benchmarks.step_parts import PARTS, Record, breakdown, part_of
+from benchmarks.step_parts import PARTS, Record, breakdown, part_of, profiled
 from benchmarks.step_problem import CE, KL, KL_CE, SHAPES, Problem, Terms, make_problem
 from benchmarks.step_reference import reference_step
 
@@ -215,6 +215,14 @@ def test_breakdown_keeps_every_second() -> None:
     assert set(found.seconds) == set(PARTS)
     assert found.total == len(list(records()))
     assert found.largest_others == [("Memset", 1.0)]
+
+
+def test_what_runs_between_leaves_no_record() -> None:
+    x = torch.randn(8, 8)
+    found = profiled(lambda: x @ x, lambda: torch.bmm(x[None], x[None]), CPU, rounds=3)
+    names = [record.name for record in found]
+    assert names.count("aten::mm") == 3
+    assert "aten::bmm" not in names
 
 
 def test_parts_at_toy_size(problem: Problem) -> None:
