@@ -45,6 +45,7 @@ from dflash_ext.target import (
     pick_mask_token_id,
 )
 from dflash_ext.target_loop import TargetForwardLoop
+from dflash_ext.text_check import check_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -102,6 +103,7 @@ class Pipeline:
             )
         self.examples, self.data_report = self._examples(cfg.data.train)
         self.data_hash = dataset_hash(self.examples)
+        self.text = check_text(self.target, self.tokenizer, self.examples, cfg.data)
         self.eval_examples = Corpus([], [])
         if cfg.data.eval:
             self.eval_examples, _ = self._examples(cfg.data.eval)
@@ -299,6 +301,7 @@ class Pipeline:
             f"started from {cfg.drafter.init_from}",
             *self._start_lines(),
             *self.data_report.lines(),
+            *self.text.lines(),
             f"plan     {self.total_steps} steps of {cfg.train.grad_accum * self.world} batches, "
             f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each, "
             f"{self.planner.padding_share():.1%} padding; {len(self.eval_examples)} held-out texts",
@@ -317,7 +320,8 @@ class Pipeline:
     def describe_data(self) -> list[str]:
         """What the model will see. Raises UserError for a mask that cannot be meant."""
         share = self.planner.padding_share()
-        return describe_data(self.examples, self.data_report, self.tokenizer, share)
+        lines = describe_data(self.examples, self.data_report, self.tokenizer, share)
+        return [*lines, "", *self.text.lines()]
 
     @property
     def done_steps(self) -> int:
@@ -343,6 +347,7 @@ class Pipeline:
         meta = {
             "tokens": self.tokens_before + sum(d.tokens for d in self.drafter_loops),
             "data_hash": self.data_hash,
+            "text": self.text.facts(),
             "world": self.world,
             "cpu_threads": self.cpu_threads,
             "config": to_dict(self.cfg),

@@ -89,6 +89,7 @@ def _summary(pipeline: Pipeline, monitor: Monitor, seconds: float) -> dict[str, 
         "accept_len_before": pipeline.accept_len_before,
         "accept_len_after": pipeline.accept_len_after,
         "accept_len_prompt_lookup": accept_len(lookup) if lookup else None,
+        "text": pipeline.text.facts(),
         "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         "peak_gpu_mib": max(map(_peak_gpu_mib, pipeline.gpus()), default=0),
         "versions": {

@@ -88,6 +88,9 @@ def test_a_run_writes_what_it_promises(run, tmp_path: Path, capsys) -> None:
         *("accept_len_before", "accept_len_after", "peak_rss_mib", "peak_gpu_mib", "versions"),
     } <= summary.keys()
     assert summary["steps"] == STEPS
+    text = summary["text"]
+    assert text["log_prob"] < -1 and 0 <= text["greedy_share"] < 1 and len(text["template"]) == 16
+    assert text["enable_thinking"] is None and text["regenerate"] == {}
     assert summary["loss_last"] < summary["loss_first"]
     assert 1 <= summary["accept_len_before"] <= 4 and 1 <= summary["accept_len_after"] <= 4
     logged = rows(folder)
@@ -98,7 +101,9 @@ def test_a_run_writes_what_it_promises(run, tmp_path: Path, capsys) -> None:
     assert (folder / "config.yaml").exists()
     assert (folder / "checkpoints" / f"step_{STEPS:08d}").is_dir()
     assert (folder / "export" / "config.json").exists()
-    assert "dflash_ext.evaluate --drafter" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "dflash_ext.evaluate --drafter" in out
+    assert "warning  the text does not look like the target's own" in out
 
 
 @pytest.mark.parametrize("drafters", ["[cpu]", "[cpu, cpu]"])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from dflash_ext.config import UserError
-from dflash_ext.config_values import read_yaml, shown, split_weight
+from dflash_ext.config_values import read_yaml, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,18 +67,15 @@ def check_same(text: str | Path, now: Settings) -> None:
             )
 
 
-def mismatches(entry: str, template: str, enable_thinking: bool | None) -> list[str]:
+def mismatches(
+    text: str, settings: Settings, template: str | None, enable_thinking: bool | None
+) -> list[str]:
     """What of a training file's settings contradicts the run's, in words."""
-    text = split_weight(entry)[1]
-    settings = read_settings(text)
-    if settings is None:
-        return []
     found = []
     made_with = settings.get("template")
     if made_with is not None and made_with != template:
         found.append(
-            f"{text} was made with the chat template {made_with}, the target's tokenizer has "
-            f"{template}"
+            f"{text} was made with the chat template {made_with}, the tokenizer has {template}"
         )
     thinking = settings.get("enable_thinking")
     if thinking != enable_thinking:
