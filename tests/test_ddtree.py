@@ -89,7 +89,7 @@ def test_default_run(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = load_decoder(export, config.model.target)
     prompts, stops = load_prompts(config.model.target, decoder.target, Path(config.data.eval[0]))
     for prompt in prompts[::30]:
-        found = compare(decoder, prompt, 32, stops)
+        found = compare(decoder, prompt, 24, stops)
         assert found.wrong_budgets == []
         for decoded in found.decoded.values():
             assert len(decoded.lengths) <= len(found.measured.lengths)
