@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -10,25 +9,23 @@ from contextlib import contextmanager
 
 import torch
 
-# Held by whoever captures a graph or waits for a whole device: the wait would break the capture.
-capture_lock = threading.Lock()
-
 
 @contextmanager
 def worker_stream(device: torch.device) -> Iterator[None]:
     """Makes `device` current in this thread, with a stream of its own; nothing on a CPU.
 
     Current device and stream belong to a thread: a new one starts on device 0, default stream. At
-    the end, unless by an error, the device has done all its work.
+    the end, unless by an error, the stream has done all its work. Nobody waits for a whole device:
+    that would break a capture on it, and could wait for a stream that waits for this thread.
     """
     if device.type == "cpu":
         yield
         return
     torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
         yield
-    with capture_lock:
-        torch.cuda.synchronize(device)
+    stream.synchronize()
 
 
 class BusyClock:

@@ -73,6 +73,11 @@ class MetricStream:
         else:
             self._ring.push(self._staging[step % STAGING_ROWS])
 
+    def wait(self) -> None:
+        """Returns when all that was sent off can be drained."""
+        if self.acc.is_cuda:
+            torch.cuda.ExternalStream(self._copier.stream, self.acc.device).synchronize()
+
     def drain(self) -> list[tuple[int, list[int]]]:
         """All new records, oldest first: (optimizer step, ``NUM_WORDS`` words)."""
         records = []

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import torch
 
-from dflash_ext.devices import capture_lock
-
 T = TypeVar("T")
 
 EAGER_RUNS = 2  # of each variant: kernels are compiled and loaded, workspaces allocated
+_capturing = threading.Lock()
 
 
 class GraphedCalls(Generic[T]):
@@ -43,13 +43,13 @@ class GraphedCalls(Generic[T]):
         return result
 
     def _capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        # Not by torch.cuda.graph, which waits for the whole device: another thread's stream there
+        # may wait for what this thread does next. Nothing that is held here waits for a GPU.
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        with (
-            capture_lock,  # a capture begins with a wait for the device
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-            ),
-        ):
-            result = function()
+        with _capturing:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            finally:
+                graph.capture_end()
         return graph, result

@@ -106,6 +106,7 @@ class DrafterTrainLoop:
             if self.cfg.train.cuda_graph:
                 self.graphs = GraphedCalls()
             self._run(worker)
+            self.stream.wait()
 
     def _run(self, worker: Worker) -> None:
         self.grad_sync.connect()

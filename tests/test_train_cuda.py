@@ -1,0 +1,156 @@
+"""Whole runs with targets and drafters on GPUs: placement, graphs, resume."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_ext import train
+from dflash_ext.config import run_command
+from dflash_ext.drafter.loop import DrafterTrainLoop
+from dflash_ext.target import Target
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
+
+STEPS = 10
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path) -> Iterator[Run]:
+    """run("name", "--section.field=value", ...) -> exit code; the run lies in tmp_path/name."""
+    data = tiny_jsonl(n=9)
+    heldout = tiny_jsonl(n=3, name="heldout.jsonl")
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def go(name: str, *flags: str) -> int:
+        config = tmp_path / "config.yaml"
+        config.write_text(
+            f"""
+model: {{target: {tiny_target_dir}, dtype: bfloat16}}
+drafter: {{num_layers: 2, block_size: 4}}
+data: {{train: [{data}], eval: [{heldout}], token_budget: 200}}
+topology: {{targets: [0], drafters: [0]}}
+train: {{steps: {STEPS}, lr: 0.003, max_anchors: 12, metrics_every: 2, stall_timeout_s: 60}}
+log: {{dir: {tmp_path}, every: 2}}
+"""
+        )
+        return run_command(
+            lambda: train.main(["--config", str(config), f"--log.name={name}", *flags])
+        )
+
+    yield go
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same(a: Path, b: Path) -> None:
+    one, two = (load_file(folder / "export" / "model.safetensors") for folder in (a, b))
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+    assert [row.get("loss") for row in rows(a)] == [row.get("loss") for row in rows(b)]
+
+
+def test_target_and_drafter_on_one_gpu(run: Run, tmp_path: Path) -> None:
+    assert run("a", "--train.steps=40") == 0
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["loss_last"] < 0.9 * summary["loss_first"]
+    assert summary["peak_gpu_mib"] > 0
+    row = rows(tmp_path / "a")[-1]
+    assert row["nonfinite_steps"] == 0 and row["dropped_metrics"] == 0
+    assert 0 < row["drafter_busy"] <= 1 and 0 < row["target_busy"] <= 1
+
+
+def test_cpu_and_gpu_train_alike_in_fp32(run: Run, tmp_path: Path) -> None:
+    flags = ["--model.dtype=float32", "--train.steps=6"]
+    assert run("gpu", *flags) == 0
+    assert run("cpu", *flags, "--topology.targets=cpu", "--topology.drafters=cpu") == 0
+    losses = [[r["loss"] for r in rows(tmp_path / n) if "loss" in r] for n in ("gpu", "cpu")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("flags", [[], ["--train.grad_accum=2", "--train.anchor_group=5"]])
+def test_graphs_change_no_bit(run: Run, tmp_path: Path, flags: list[str]) -> None:
+    flags = [*flags, "--train.eval_every=3", "--train.noise_std=0.05", "--train.kl_weight=0.3"]
+    assert run("eager", *flags) == 0
+    assert run("graph", *flags, "--train.cuda_graph=true") == 0
+    assert_same(tmp_path / "eager", tmp_path / "graph")
+
+
+@pytest.mark.parametrize("cuda_graph", ["false", "true"])
+def test_resume_is_exact(run: Run, tmp_path: Path, monkeypatch, cuda_graph: str) -> None:
+    flags = [f"--train.cuda_graph={cuda_graph}", "--train.eval_every=2"]
+    assert run("whole", *flags) == 0
+    publish = DrafterTrainLoop._publish
+
+    def stop(self: DrafterTrainLoop, done: int, stopping: bool = False) -> None:
+        publish(self, done, stopping)
+        if done == 5 and not stopping:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while self.supervisor.signum is None:
+                time.sleep(0.01)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterTrainLoop, "_publish", stop)
+        assert run("parts", *flags) == 128 + signal.SIGTERM
+    assert run("parts", *flags, "--resume") == 0
+    one, two = (
+        load_file(tmp_path / n / "export" / "model.safetensors") for n in ("whole", "parts")
+    )
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+def test_late_targets_and_poisoned_slots_change_no_bit(
+    run: Run, tmp_path: Path, monkeypatch
+) -> None:
+    """The events of a slot, not luck, keep its reader and its writer apart."""
+    assert run("plain") == 0
+    forward = Target.forward_capture
+
+    def late(self, input_ids, layer_ids, on_layer, need_last):
+        def delayed(index, hidden):
+            on_layer(index, torch.full_like(hidden, torch.nan))
+            torch.cuda._sleep(20_000_000)
+            on_layer(index, hidden)
+
+        return forward(self, input_ids, layer_ids, delayed, need_last)
+
+    monkeypatch.setattr(Target, "forward_capture", late)
+    assert run("late") == 0
+    assert_same(tmp_path / "plain", tmp_path / "late")
+
+
+@needs_two
+@pytest.mark.parametrize("cuda_graph", ["false", "true"])
+def test_target_and_drafter_on_two_gpus(run: Run, tmp_path: Path, cuda_graph: str) -> None:
+    flags = [f"--train.cuda_graph={cuda_graph}"]
+    assert run("one", *flags) == 0
+    assert run("two", *flags, "--topology.targets=0", "--topology.drafters=1") == 0
+    assert run("back", *flags, "--topology.targets=1", "--topology.drafters=0") == 0
+    assert_same(tmp_path / "one", tmp_path / "two")
+    assert_same(tmp_path / "one", tmp_path / "back")
+
+
+@needs_two
+@pytest.mark.parametrize("cuda_graph", ["false", "true"])
+def test_two_drafters_hold_the_same_weights(run: Run, monkeypatch, cuda_graph: str) -> None:
+    loops: list[DrafterTrainLoop] = []
+    run_loop = DrafterTrainLoop.run
+    monkeypatch.setattr(
+        DrafterTrainLoop, "run", lambda self, worker: (loops.append(self), run_loop(self, worker))
+    )
+    flags = ["--topology.targets=[0,1]", "--topology.drafters=[0,1]"]
+    assert run("a", *flags, f"--train.cuda_graph={cuda_graph}") == 0
+    one, two = (loop.model.state_dict() for loop in loops)
+    assert [name for name in one if not torch.equal(one[name].cpu(), two[name].cpu())] == []
