@@ -1,6 +1,7 @@
 """Whole training steps of a small drafter, driven as the pipeline drives them, on any device."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -170,6 +171,7 @@ def build_loop(
         eval_steps=set(),
         num_eval_plans=0,
         save=None,
+        best_score=-math.inf,
         cpu_threads=torch.get_num_threads(),
         eval_threads=1,
     )
