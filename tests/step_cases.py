@@ -111,20 +111,18 @@ class Source:
             )
             for _ in range(slots)
         ]
-        self.tickets = (
-            Ticket(plan, 0, i, "train", step)
-            for step in range(cfg.train.steps or 0)
-            for i, plan in enumerate(self.planner.step_plans(step))
-        )
+        plans = [p for step in range(cfg.train.steps or 0) for p in self.planner.step_plans(step)]
+        if device.type == "cuda":  # as the prefetcher does
+            plans = [plan.pin_memory() for plan in plans]
+        accum = cfg.train.grad_accum
+        self.tickets = [Ticket(p, 0, i, "train", i // accum) for i, p in enumerate(plans)]
         self.count = 0
 
     def get(self) -> Slot:
         slot = self.slots[self.count % len(self.slots)]
+        slot.ticket = self.tickets[self.count]
         self.count += 1
-        ticket = next(self.tickets)
-        plan = ticket.plan.pin_memory() if self.device.type == "cuda" else ticket.plan
-        slot.ticket = dataclasses.replace(ticket, plan=plan)
-        self.fill(slot, plan)
+        self.fill(slot, slot.ticket.plan)
         return slot
 
     def fill(self, slot: Slot, plan: BatchPlan) -> None:

@@ -38,7 +38,7 @@ model: {{target: {tiny_target_dir}, dtype: bfloat16}}
 drafter: {{num_layers: 2, block_size: 4}}
 data: {{train: [{data}], eval: [{heldout}], token_budget: 200}}
 topology: {{targets: [0], drafters: [0]}}
-train: {{steps: {STEPS}, lr: 0.003, max_anchors: 12, metrics_every: 2, stall_timeout_s: 60}}
+train: {{steps: {STEPS}, lr: 0.003, max_anchors: 12, metrics_every: 2, stall_timeout_s: 120}}
 log: {{dir: {tmp_path}, every: 2}}
 """
         )
