@@ -4,9 +4,31 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_ext.ops import draft_loss
+
+EVERYTHING = {
+    "kl_weight": 0.7,
+    "cap_lambda": 0.5,
+    "dpace_alpha": 0.3,
+    "softcap": 4.0,
+    "logit_scale": 0.5,
+    "valid_vocab": 777,
+}
+OPTIONS = [
+    {},
+    {"ce_weight": 0.0, "kl_weight": 1.0},
+    {"cap_lambda": 0.5},
+    {"kl_weight": 0.7, "cap_lambda": 2.0},
+    {"softcap": 3.0},
+    {"softcap": 3.0, "kl_weight": 0.7},
+    {"dpace_alpha": 0.5},
+    {"dpace_alpha": 0.0, "chunk_rows": 5},
+    {"logit_scale": 0.25, "valid_vocab": 991},
+    EVERYTHING,
+]
 
 
 @dataclasses.dataclass
@@ -90,3 +112,13 @@ def gradient(case: Case, factor: float = 1.0, **options) -> tuple[Tensor, Tensor
     (loss * factor).backward()
     assert hidden.grad is not None
     return loss.detach(), hidden.grad
+
+
+def plain_16bit(case: Case) -> Tensor:
+    """Gradient of the weighted cross entropy as plain torch makes it from 16-bit logits."""
+    hidden = case.hidden.detach().clone().requires_grad_()
+    logits = hidden @ case.weight.T
+    ce = F.cross_entropy(logits.flatten(0, 1).float(), case.labels.flatten(), reduction="none")
+    ((ce * case.weights.flatten()).sum() / case.weights.sum()).backward()
+    assert hidden.grad is not None
+    return hidden.grad.double()

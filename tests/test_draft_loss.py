@@ -8,34 +8,22 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from draft_loss_cases import Case, arguments, error, errors, gradient, make_case
+from draft_loss_cases import (
+    EVERYTHING,
+    OPTIONS,
+    arguments,
+    error,
+    errors,
+    gradient,
+    make_case,
+    plain_16bit,
+)
 from torch import Tensor
 
 from dflash_ext.ops import draft_loss
 from dflash_ext.ops.draft_loss import draft_loss_stats
 from dflash_ext.ops.draft_loss.naive import dpace_weights, draft_loss_stats_naive
 from dflash_ext.ops.metric_add import WORD, new_accumulator
-
-EVERYTHING = {
-    "kl_weight": 0.7,
-    "cap_lambda": 0.5,
-    "dpace_alpha": 0.3,
-    "softcap": 4.0,
-    "logit_scale": 0.5,
-    "valid_vocab": 777,
-}
-OPTIONS = [
-    {},
-    {"ce_weight": 0.0, "kl_weight": 1.0},
-    {"cap_lambda": 0.5},
-    {"kl_weight": 0.7, "cap_lambda": 2.0},
-    {"softcap": 3.0},
-    {"softcap": 3.0, "kl_weight": 0.7},
-    {"dpace_alpha": 0.5},
-    {"dpace_alpha": 0.0, "chunk_rows": 5},
-    {"logit_scale": 0.25, "valid_vocab": 991},
-    EVERYTHING,
-]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -61,21 +49,11 @@ def test_sizes(vocab: int, blocks: int, slots: int, width: int) -> None:
         assert (found[name] - wanted[name]).norm() <= 1e-5 * scale, name
 
 
-def plain_bf16(case: Case) -> Tensor:
-    """Gradient of the weighted cross entropy as plain torch makes it from bf16 logits."""
-    hidden = case.hidden.detach().clone().requires_grad_()
-    logits = hidden @ case.weight.T
-    ce = F.cross_entropy(logits.flatten(0, 1).float(), case.labels.flatten(), reduction="none")
-    ((ce * case.weights.flatten()).sum() / case.weights.sum()).backward()
-    assert hidden.grad is not None
-    return hidden.grad.double()
-
-
 def test_bf16_is_as_good_as_plain_torch() -> None:
     case = make_case(6, 8, 96, 5000, torch.bfloat16)
     wanted = case.run(draft_loss_stats_naive, torch.float64)
     found = case.run(draft_loss_stats, torch.bfloat16)
-    plain = error(plain_bf16(case), wanted["gradient"])
+    plain = error(plain_16bit(case), wanted["gradient"])
     assert error(found["gradient"], wanted["gradient"]) <= 2 * plain
     assert error(found["terms"], wanted["terms"]) <= 1e-5
     everything = EVERYTHING | {"valid_vocab": 5000}

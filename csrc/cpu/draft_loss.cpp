@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "check.h"
+#include "draft_loss.h"
 #include "draft_loss_task.h"
 #include "switch.h"
 
@@ -91,23 +91,17 @@ Rows select_rows(const at::Tensor& hidden, const at::Tensor& labels, const at::T
   return result;
 }
 
-struct LossOptions {
-  RowOptions row;
-  std::optional<double> dpace_alpha;
-  double logit_scale;
-  int64_t chunk_rows;
-};
-
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 template <typename scalar_t, typename acc_t>
 Outputs draft_loss_impl(const at::Tensor& hidden, const at::Tensor& weight, int64_t vocab,
                         const at::Tensor& weights, double weight_sum, Rows rows,
-                        const LossOptions& options) {
+                        const Options& options) {
   const at::TensorOptions acc = hidden.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   const int64_t blocks = hidden.size(0), block_size = hidden.size(1), width = hidden.size(2);
   const int64_t count = rows.slots.size(), slots = blocks * block_size;
-  const RowOptions& o = options.row;
+  const RowOptions o{options.ce_weight, options.kl_weight, options.cap_lambda,
+                     options.softcap.value_or(0), options.need_grad};
   if (o.need_grad) rows.gradient = at::empty({count, width}, acc);
   if (count > 0) {
     run_tasks<acc_t>(rows, weight, vocab, o, options.logit_scale, options.chunk_rows);
@@ -166,47 +160,11 @@ Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight, const
                        std::optional<double> softcap, double logit_scale, int64_t chunk_rows,
                        std::optional<int64_t> valid_vocab, bool need_grad) {
   CHECK_CPU(hidden);
-  CHECK_FLOATING(hidden);
-  CHECK_DIM(hidden, 3);
-  const int64_t blocks = hidden.size(0), block_size = hidden.size(1), width = hidden.size(2);
-  CHECK_CPU(weight);
-  CHECK_SAME_DTYPE(weight, hidden);
-  CHECK_SHAPE(weight, weight.size(0), width);
-  CHECK_CPU(labels);
-  CHECK_DTYPE(labels, at::kLong);
-  CHECK_SHAPE(labels, blocks, block_size);
-  CHECK_CPU(weights);
-  CHECK_FLOATING(weights);
-  CHECK_SHAPE(weights, blocks, block_size);
-  CHECK_CPU(weight_sum);
-  CHECK_SHAPE(weight_sum);
-  CHECK_CPU(rows);
-  CHECK_DTYPE(rows, at::kLong);
-  CHECK_DIM(rows, 1);
-  CHECK_CPU(n_rows);
-  CHECK_DTYPE(n_rows, at::kLong);
-  CHECK_SHAPE(n_rows);
-  TORCH_CHECK(teacher_hidden.has_value() == teacher_index.has_value() &&
-                  teacher_hidden.has_value() == (kl_weight != 0),
-              "teacher_hidden, teacher_index: want both with kl_weight != 0, else none");
-  if (teacher_hidden.has_value()) {
-    CHECK_CPU(*teacher_hidden);
-    CHECK_CPU(*teacher_index);
-    CHECK_SAME_DTYPE(*teacher_hidden, hidden);
-    CHECK_SHAPE(*teacher_hidden, teacher_hidden->size(0), width);
-    CHECK_DTYPE(*teacher_index, at::kLong);
-    CHECK_SHAPE(*teacher_index, blocks, block_size);
-  }
-  TORCH_CHECK(!softcap.has_value() || *softcap > 0, "softcap: found ", *softcap, ", want > 0");
-  TORCH_CHECK(chunk_rows >= 1, "chunk_rows: found ", chunk_rows, ", want at least 1");
-  const int64_t vocab = valid_vocab.value_or(weight.size(0));
-  TORCH_CHECK(vocab >= 1 && vocab <= weight.size(0), "valid_vocab: found ", vocab,
-              ", want 1 to V = ", weight.size(0));
-
-  const LossOptions options{{ce_weight, kl_weight, cap_lambda, softcap.value_or(0), need_grad},
-                            dpace_alpha,
-                            logit_scale,
-                            chunk_rows};
+  const Options options{ce_weight, kl_weight,   cap_lambda, dpace_alpha,
+                        softcap,   logit_scale, chunk_rows, need_grad};
+  const int64_t vocab = check_draft_loss(
+      {hidden, weight, labels, weights, weight_sum, rows, n_rows, teacher_hidden, teacher_index},
+      options, valid_vocab);
   Rows picked = select_rows(hidden, labels, rows, *n_rows.const_data_ptr<int64_t>(), vocab,
                             teacher_hidden, teacher_index);
   const double denominator = weight_sum.item<double>();
@@ -219,8 +177,15 @@ Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight, const
   return outputs;
 }
 
+at::Tensor draft_loss_backward_cpu(const at::Tensor& d_hidden, const at::Tensor& grad_loss) {
+  return (d_hidden.to(grad_loss.scalar_type()) * grad_loss).to(d_hidden.scalar_type());
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(dflash_ext, CPU, m) { m.impl("draft_loss", &draft_loss_cpu); }
+TORCH_LIBRARY_IMPL(dflash_ext, CPU, m) {
+  m.impl("draft_loss", &draft_loss_cpu);
+  m.impl("draft_loss_backward", &draft_loss_backward_cpu);
+}
 
 }  // namespace dflash::loss

@@ -166,6 +166,11 @@ def _(
     )
 
 
+@torch.library.register_fake("dflash_ext::draft_loss_backward")
+def _(d_hidden: Tensor, grad_loss: Tensor) -> Tensor:
+    return torch.empty_like(d_hidden)
+
+
 def _save_gradient(
     ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: tuple[Tensor, ...]
 ) -> None:
@@ -177,8 +182,7 @@ def _save_gradient(
 
 def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     (d_hidden,) = ctx.saved_tensors
-    scaled = d_hidden.to(grad_loss.dtype) * grad_loss
-    return (scaled.to(d_hidden.dtype), *[None] * 8)
+    return (torch.ops.dflash_ext.draft_loss_backward.default(d_hidden, grad_loss), *[None] * 8)
 
 
 torch.library.register_autograd("dflash_ext::draft_loss", _backward, setup_context=_save_gradient)

@@ -1,0 +1,79 @@
+// What draft_loss' arguments have to look like, the same on every device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "check.h"
+
+namespace dflash::loss {
+
+struct Arguments {
+  const at::Tensor& hidden;                         // [A, K, H]
+  const at::Tensor& weight;                         // [V, H]
+  const at::Tensor& labels;                         // [A, K]
+  const at::Tensor& weights;                        // [A, K]
+  const at::Tensor& weight_sum;                     // []
+  const at::Tensor& rows;                           // [R]
+  const at::Tensor& n_rows;                         // []
+  const std::optional<at::Tensor>& teacher_hidden;  // [T, H]
+  const std::optional<at::Tensor>& teacher_index;   // [A, K]
+};
+
+struct Options {
+  double ce_weight, kl_weight, cap_lambda;
+  std::optional<double> dpace_alpha, softcap;
+  double logit_scale;
+  int64_t chunk_rows;
+  bool need_grad;
+};
+
+// The size of the vocabulary.
+inline int64_t check_draft_loss(const Arguments& arguments, const Options& options,
+                                std::optional<int64_t> valid_vocab) {
+  const auto& [hidden, weight, labels, weights, weight_sum, rows, n_rows, teacher_hidden,
+               teacher_index] = arguments;
+  CHECK_FLOATING(hidden);
+  CHECK_DIM(hidden, 3);
+  const int64_t blocks = hidden.size(0), block_size = hidden.size(1), width = hidden.size(2);
+  CHECK_SAME_DEVICE(weight, hidden);
+  CHECK_SAME_DTYPE(weight, hidden);
+  CHECK_SHAPE(weight, weight.size(0), width);
+  CHECK_SAME_DEVICE(labels, hidden);
+  CHECK_DTYPE(labels, at::kLong);
+  CHECK_SHAPE(labels, blocks, block_size);
+  CHECK_SAME_DEVICE(weights, hidden);
+  CHECK_FLOATING(weights);
+  CHECK_SHAPE(weights, blocks, block_size);
+  CHECK_SAME_DEVICE(weight_sum, hidden);
+  CHECK_SHAPE(weight_sum);
+  CHECK_SAME_DEVICE(rows, hidden);
+  CHECK_DTYPE(rows, at::kLong);
+  CHECK_DIM(rows, 1);
+  CHECK_SAME_DEVICE(n_rows, hidden);
+  CHECK_DTYPE(n_rows, at::kLong);
+  CHECK_SHAPE(n_rows);
+  TORCH_CHECK(teacher_hidden.has_value() == teacher_index.has_value() &&
+                  teacher_hidden.has_value() == (options.kl_weight != 0),
+              "teacher_hidden, teacher_index: want both with kl_weight != 0, else none");
+  if (teacher_hidden.has_value()) {
+    CHECK_SAME_DEVICE(*teacher_hidden, hidden);
+    CHECK_SAME_DEVICE(*teacher_index, hidden);
+    CHECK_SAME_DTYPE(*teacher_hidden, hidden);
+    CHECK_SHAPE(*teacher_hidden, teacher_hidden->size(0), width);
+    CHECK_DTYPE(*teacher_index, at::kLong);
+    CHECK_SHAPE(*teacher_index, blocks, block_size);
+  }
+  TORCH_CHECK(!options.softcap.has_value() || *options.softcap > 0, "softcap: found ",
+              *options.softcap, ", want > 0");
+  TORCH_CHECK(options.chunk_rows >= 1, "chunk_rows: found ", options.chunk_rows,
+              ", want at least 1");
+  const int64_t vocab = valid_vocab.value_or(weight.size(0));
+  TORCH_CHECK(vocab >= 1 && vocab <= weight.size(0), "valid_vocab: found ", vocab,
+              ", want 1 to V = ", weight.size(0));
+  return vocab;
+}
+
+}  // namespace dflash::loss
