@@ -17,7 +17,7 @@
 #include <tuple>
 #include <type_traits>
 
-#include "cuda/draft_loss_cluster.cuh"
+#include "cuda/draft_loss_sm90.cuh"
 #include "draft_loss.h"
 #include "switch.h"
 

@@ -28,6 +28,10 @@ __device__ __forceinline__ void arrive_expect(uint32_t barrier, uint32_t bytes) 
                : "memory");
 }
 
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives at the barrier with this address in block `rank` of the cluster. Orders nothing between
 // the blocks: with .release.cluster it would cost a fence of all memory.
 __device__ __forceinline__ void arrive_cluster(uint32_t barrier, uint32_t rank) {
@@ -79,6 +83,46 @@ __device__ __forceinline__ void copy_box_multicast(uint32_t target, const CUtens
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
       "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(mask)
+      : "memory");
+}
+
+// Copies of plain memory, all 16-byte aligned and multiples of 16 bytes.
+__device__ __forceinline__ void copy_in(uint32_t target, const void* source, uint32_t bytes,
+                                        uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1], %2, [%3];" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_out(void* target, uint32_t source, uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(target),
+      "r"(source), "r"(bytes)
+      : "memory");
+}
+
+// Until this thread's copy_out have read their sources.
+__device__ __forceinline__ void wait_copied_out() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Orders stores to shared memory before what a copy reads there afterwards.
+__device__ __forceinline__ void fence_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// 16 bytes to this address in block `rank` of the cluster, counted by its barrier.
+__device__ __forceinline__ void send(uint32_t target, uint32_t barrier, uint32_t rank, float4 x) {
+  asm volatile(
+      "{\n.reg .b32 to, by;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 by, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, "
+      "[by];\n}" ::"r"(target),
+      "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
       : "memory");
 }
 
