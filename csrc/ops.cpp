@@ -52,7 +52,6 @@ TORCH_LIBRARY(dflash_ext, m) {
       "int? valid_vocab=None, "
       "bool need_grad=True"
       ") -> (Tensor loss, Tensor d_hidden, Tensor terms, Tensor rank, Tensor lse, Tensor used)");
-  m.def("draft_loss_backward(Tensor d_hidden, Tensor grad_loss) -> Tensor");
   m.def(
       "block_attention("
       "Tensor q, "

@@ -177,15 +177,8 @@ Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight, const
   return outputs;
 }
 
-at::Tensor draft_loss_backward_cpu(const at::Tensor& d_hidden, const at::Tensor& grad_loss) {
-  return (d_hidden.to(grad_loss.scalar_type()) * grad_loss).to(d_hidden.scalar_type());
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(dflash_ext, CPU, m) {
-  m.impl("draft_loss", &draft_loss_cpu);
-  m.impl("draft_loss_backward", &draft_loss_backward_cpu);
-}
+TORCH_LIBRARY_IMPL(dflash_ext, CPU, m) { m.impl("draft_loss", &draft_loss_cpu); }
 
 }  // namespace dflash::loss

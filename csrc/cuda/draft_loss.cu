@@ -261,30 +261,8 @@ Outputs draft_loss_cuda(const at::Tensor& hidden, const at::Tensor& weight,
   return outputs;
 }
 
-at::Tensor draft_loss_backward_cuda(const at::Tensor& d_hidden, const at::Tensor& grad_loss) {
-  CHECK_CUDA(d_hidden);
-  CHECK_CONTIGUOUS(d_hidden);
-  CHECK_SAME_DEVICE(grad_loss, d_hidden);
-  CHECK_SHAPE(grad_loss);
-  const c10::cuda::CUDAGuard guard(d_hidden.device());
-  const at::Tensor out = at::empty_like(d_hidden);
-  FLOAT_SWITCH(d_hidden.scalar_type(), "draft_loss_backward", [&] {
-    using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
-    using T = typename OnGpu<scalar_t>::Type;
-    CHECK_DTYPE(grad_loss, c10::CppTypeToScalarType<acc_t>::value);
-    C10_CUDA_CHECK((launch_scale<T, acc_t>(static_cast<const T*>(d_hidden.const_data_ptr()),
-                                           grad_loss.const_data_ptr<acc_t>(), d_hidden.numel(),
-                                           static_cast<T*>(out.mutable_data_ptr()),
-                                           c10::cuda::getCurrentCUDAStream())));
-  });
-  return out;
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(dflash_ext, CUDA, m) {
-  m.impl("draft_loss", &draft_loss_cuda);
-  m.impl("draft_loss_backward", &draft_loss_backward_cuda);
-}
+TORCH_LIBRARY_IMPL(dflash_ext, CUDA, m) { m.impl("draft_loss", &draft_loss_cuda); }
 
 }  // namespace dflash::loss

@@ -203,34 +203,4 @@ cudaError_t launch_scatter(const acc_t* gradient, const int64_t* row_of, const a
   return cudaGetLastError();
 }
 
-// out = d_hidden * grad_loss, rounded once.
-template <typename T, typename acc_t, int kCount>
-__global__ void __launch_bounds__(kThreads)
-    scale_kernel(const T* d_hidden, const acc_t* grad_loss, int64_t count, T* out) {
-  const acc_t factor = *grad_loss;
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= count / kCount) return;
-  Vector<T, kCount> value = reinterpret_cast<const Vector<T, kCount>*>(d_hidden)[i];
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    value.x[j] = round_to<T>(widen(value.x[j]) * factor);
-  }
-  reinterpret_cast<Vector<T, kCount>*>(out)[i] = value;
-}
-
-template <typename T, typename acc_t>
-cudaError_t launch_scale(const T* d_hidden, const acc_t* grad_loss, int64_t count, T* out,
-                         cudaStream_t stream) {
-  constexpr int kCount = 16 / sizeof(T);
-  if (count == 0) return cudaSuccess;
-  if (count % kCount == 0) {
-    scale_kernel<T, acc_t, kCount>
-        <<<blocks_for(count / kCount), kThreads, 0, stream>>>(d_hidden, grad_loss, count, out);
-  } else {
-    scale_kernel<T, acc_t, 1>
-        <<<blocks_for(count), kThreads, 0, stream>>>(d_hidden, grad_loss, count, out);
-  }
-  return cudaGetLastError();
-}
-
 }  // namespace dflash::loss

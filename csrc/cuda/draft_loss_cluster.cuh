@@ -271,7 +271,7 @@ __device__ __forceinline__ Gradient gradient_factors(const Parts<kTeacher>& row,
 
 template <bool kTeacher>
 __device__ __forceinline__ RowValues<float> row_values(const Parts<kTeacher>& row,
-                                                       float label_logit) {
+                                                       float label_u) {
   const float log_sum = log2f(row.own.exp);
   RowValues<float> values{kLn2 * (log_sum - label_u), 0,
                           kLn2 * (log_sum - row.own.exp_u / row.own.exp),
