@@ -133,6 +133,15 @@ class DataConfig:
     )
     enable_thinking: bool | None = _doc(None, "passed to the chat template; null = not passed")
     drop_loops: bool = _doc(True, "drop answers that end in a repeating loop")
+    hidden_states: str = _doc(
+        "", "train from stored states, not the target: a folder of speculators or SpecForge"
+    )
+    hidden_layer_ids: list[int] | None = _doc(
+        None, "the layers stored there: 0-based decoder layers, vLLM's ids minus 1"
+    )
+    hidden_last: Literal["none", "raw", "normed"] = _doc(
+        "none", "last states stored there: none, before the final norm (raw) or behind it"
+    )
     seed: int = _doc(
         0, "seed of the order of examples and of the anchors", at_least=0, at_most=MAX_SEED
     )

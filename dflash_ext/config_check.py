@@ -34,6 +34,7 @@ def validate(cfg: Config) -> None:
     _check_devices("topology.targets", cfg.topology.targets)
     _check_devices("topology.drafters", cfg.topology.drafters)
     _check_weights(cfg)
+    _check_hidden_states(cfg)
     train = cfg.train
     name = cfg.log.name
     if name != Path(name).name or name in (".", "..") or not name.isprintable() or not name.strip():
@@ -94,6 +95,26 @@ def _check_weights(cfg: Config) -> None:
     for entry in cfg.data.eval:
         if split_weight(entry)[1] != entry:
             raise UserError(f"data.eval: found {shown(entry)}, want it without a weight")
+
+
+def _check_hidden_states(cfg: Config) -> None:
+    data = cfg.data
+    if not data.hidden_states:
+        if data.hidden_layer_ids is not None or data.hidden_last != "none":
+            raise UserError(
+                "data.hidden_states: found nothing, want the folder that data.hidden_layer_ids and "
+                "data.hidden_last are about"
+            )
+        return
+    if not data.hidden_layer_ids or len(set(data.hidden_layer_ids)) != len(data.hidden_layer_ids):
+        raise UserError(
+            f"data.hidden_layer_ids: found {shown(data.hidden_layer_ids)}, want the layers stored "
+            "in data.hidden_states"
+        )
+    if cfg.train.kl_weight > 0 and data.hidden_last == "none":
+        raise UserError(
+            "data.hidden_last: found none, want raw or normed last states with train.kl_weight"
+        )
 
 
 def _check_drafter(drafter: DrafterConfig) -> None:

@@ -29,6 +29,7 @@ from dflash_ext.drafter.loss import Objective
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead, drafter_spec
 from dflash_ext.export import check_tensors
 from dflash_ext.grad_sync import GradSync, make_store
+from dflash_ext.hidden_cache import HiddenCache
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.layout import BlockLayout
 from dflash_ext.logger import RunLogger
@@ -104,6 +105,11 @@ class Pipeline:
         self.examples, self.data_report = self._examples(cfg.data.train)
         self.data_hash = dataset_hash(self.examples)
         self.text = check_text(self.target, self.tokenizer, self.examples, cfg.data)
+        self.cache: HiddenCache | None = None
+        self.cache_lines: list[str] = []
+        if cfg.data.hidden_states:
+            self.cache = HiddenCache(cfg.data, self.layer_ids, self.examples, self.target)
+            self.cache_lines = self.cache.verify()
         self.eval_examples = Corpus([], [])
         if cfg.data.eval:
             self.eval_examples, _ = self._examples(cfg.data.eval)
@@ -165,7 +171,9 @@ class Pipeline:
         self.num_eval_plans = sum(1 for _ in self.planner.iter_eval_plans())
         self.prefetcher = BatchPrefetcher(self.planner)
         common = (self.layer_ids, self.tickets, self.queues, self.supervisor, self.cpu_threads)
-        self.target_loops = [TargetForwardLoop(t, *common) for t in self._target_replicas()]
+        self.target_loops = [
+            TargetForwardLoop(t, *common, self.cache) for t in self._target_replicas()
+        ]
         heads = self._heads()
         store = make_store()
         models = [self.model, *(copy.deepcopy(self.model) for _ in range(self.world - 1))]
@@ -302,6 +310,7 @@ class Pipeline:
             *self._start_lines(),
             *self.data_report.lines(),
             *self.text.lines(),
+            *self.cache_lines,
             f"plan     {self.total_steps} steps of {cfg.train.grad_accum * self.world} batches, "
             f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each, "
             f"{self.planner.padding_share():.1%} padding; {len(self.eval_examples)} held-out texts",
@@ -321,7 +330,7 @@ class Pipeline:
         """What the model will see. Raises UserError for a mask that cannot be meant."""
         share = self.planner.padding_share()
         lines = describe_data(self.examples, self.data_report, self.tokenizer, share)
-        return [*lines, "", *self.text.lines()]
+        return [*lines, "", *self.text.lines(), *self.cache_lines]
 
     @property
     def done_steps(self) -> int:

@@ -16,7 +16,14 @@ from dflash_ext.drafter.spec import DrafterSpec
 # Fields that a resumed run may change; all of log, checkpoint and topology may too. A text that
 # moved is found by its hash.
 MAY_CHANGE = {
-    *("data.train", "data.eval", "data.num_workers", "train.steps", "train.epochs"),
+    *(
+        "data.train",
+        "data.eval",
+        "data.hidden_states",
+        "data.num_workers",
+        "train.steps",
+        "train.epochs",
+    ),
     *("train.metrics_every", "train.eval_every", "train.stall_timeout_s"),
     *("train.max_nonfinite_steps", "train.recompute", "train.cuda_graph"),
 }

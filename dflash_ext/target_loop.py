@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash_ext import ops
 from dflash_ext.data.packing import Ticket
 from dflash_ext.devices import BusyClock, worker_stream
+from dflash_ext.hidden_cache import HiddenCache
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.supervisor import Supervisor, Worker
 from dflash_ext.target import Target
@@ -27,6 +28,7 @@ class TargetForwardLoop:
         target: this thread's own replica.
         tickets: shared by all targets; None in it ends the loop (and is put back for the others).
         queues: one per drafter.
+        cache: where training batches come from instead of a forward pass, if not None.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class TargetForwardLoop:
         queues: list[BufferedHSQueue],
         supervisor: Supervisor,
         cpu_threads: int,
+        cache: HiddenCache | None = None,
     ) -> None:
         self.target = target
+        self.cache = cache
         self.layer_ids = layer_ids
         self.tickets = tickets
         self.queues = queues
@@ -88,6 +92,15 @@ class TargetForwardLoop:
                 time.sleep(POLL_S)
 
     def _fill(self, slot: Slot, ticket: Ticket) -> None:
+        if self.cache is not None and ticket.kind == "train":
+            self.cache.fill(slot, ticket.plan, self.target.device)
+        else:
+            self._forward(slot, ticket)
+        slot.set_ready()
+        if self.target.device.type == "cuda":
+            self._in_flight.append(torch.cuda.current_stream().record_event())
+
+    def _forward(self, slot: Slot, ticket: Ticket) -> None:
         plan, device = ticket.plan, self.target.device
         n_rows = torch.full((), plan.n_tokens, device=device)
         src_index = plan.src_index.to(device, non_blocking=True)
@@ -115,6 +128,3 @@ class TargetForwardLoop:
                 n_rows=n_rows,
                 high_water=slot.high_water[1],
             )
-        slot.set_ready()
-        if device.type == "cuda":
-            self._in_flight.append(torch.cuda.current_stream().record_event())

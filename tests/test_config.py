@@ -133,7 +133,7 @@ def test_field_names_are_the_documented_ones() -> None:
         "drafter": "num_layers block_size mask_token_id num_attention_heads num_key_value_heads "
         "head_dim intermediate_size layer_types sliding_window split_fc init_from",
         "data": "train eval format bad_rows max_length token_budget last_turn_only split_turns "
-        "enable_thinking drop_loops seed num_workers",
+        "enable_thinking drop_loops hidden_states hidden_layer_ids hidden_last seed num_workers",
         "topology": "targets drafters slots_per_drafter cpu_threads",
         "train": "steps epochs lr schedule warmup_ratio weight_decay optimizer grad_accum "
         "max_grad_norm max_anchors anchor_group gamma ce_weight kl_weight kl cap_lambda "
@@ -244,6 +244,12 @@ def test_print_config_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFix
         ("--data.train 0*a.jsonl", "data.train: found '0 * a.jsonl', want WEIGHT * FILE with a"),
         ("--data.train nan*a", "data.train: found 'nan * a', want WEIGHT * FILE with a weight abo"),
         ("--data.eval 2*a.jsonl", "data.eval: found '2 * a.jsonl', want it without a weight"),
+        ("--data.hidden_states d", "data.hidden_layer_ids: found None, want the layers stored in"),
+        ("--data.hidden_layer_ids [1]", "data.hidden_states: found nothing, want the folder that"),
+        (
+            "--data.hidden_states d --data.hidden_layer_ids [1] --train.kl_weight 1",
+            "data.hidden_last: found none, want raw or normed last states with train.kl_weight",
+        ),
         ("--data.seed 9223372036854775808", "want at least 0 and at most 9223372036854775807"),
         ("--train.seed 9223372036854775808", "want at least 0 and at most 9223372036854775807"),
         ("--data.train {a:1} --data.eval [{}]", "data.eval: found '[{}]', want list of strings"),

@@ -144,8 +144,17 @@ class Corpus(Sequence[Example]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]  # negative ones, and IndexError
+        part, at = self._locate(index)
+        return part[at]
+
+    def number(self, index: int) -> int:
+        """The example's row in its shard, from 1."""
+        part, at = self._locate(index)
+        return int(part.numbers[at])
+
+    def _locate(self, index: int) -> tuple[Part, int]:
         part = int(np.searchsorted(self._ends, index, side="right"))
-        return self._parts[part][index - int(self._ends[part]) + len(self._parts[part])]
+        return self._parts[part], index - int(self._ends[part]) + len(self._parts[part])
 
     def digest(self) -> str:
         """SHA-256 over all ids and masks, in order, and the weights."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
@@ -117,7 +119,7 @@ class DatasetShard:
     def __init__(self, name: str, dataset: Any) -> None:
         self.name = name
         self.nbytes = int(dataset.dataset_size or sum(_sizes(dataset.cache_files)))
-        self._dataset = dataset
+        self._dataset = dataset.with_format(None)  # plain lists, whatever was saved
 
     def fingerprint(self) -> str:
         return str(self._dataset._fingerprint)
@@ -128,6 +130,67 @@ class DatasetShard:
     def rows(self) -> Iterator[tuple[int, Row]]:
         for index, row in enumerate(self._dataset, start=1):
             yield index, _without_nulls(row)
+
+
+class CkptShard:
+    """The ids and masks of a folder of SpecForge's offline features; row N is the N-th file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = str(folder)
+        self._paths = ckpt_files(folder)
+        self.nbytes = sum(path.stat().st_size for path in self._paths)
+
+    def fingerprint(self) -> str:
+        """From names, sizes and times: the files are too large to be read for it."""
+        stats = [(str(path), path.stat()) for path in self._paths]
+        facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def place(self, number: int) -> str:
+        return str(self._paths[number - 1])
+
+    def rows(self) -> Iterator[tuple[int, Row]]:
+        for number, path in enumerate(self._paths, start=1):
+            tensors = load_ckpt(path)
+            try:
+                ids, mask = (
+                    tensors[name].flatten().tolist() for name in ("input_ids", "loss_mask")
+                )
+            except (KeyError, AttributeError) as error:
+                found = ", ".join(map(str, tensors))
+                raise UserError(
+                    f"{path}: found the fields {found}, want input_ids and loss_mask tensors"
+                ) from error
+            yield number, {"input_ids": ids, "loss_mask": [int(value) for value in mask]}
+
+
+def ckpt_files(folder: Path) -> list[Path]:
+    """SpecForge's feature files below a folder, in the order of the numbers in their names."""
+
+    def key(path: Path) -> tuple[list[int], str]:
+        name = str(path.relative_to(folder))
+        return [int(number) for number in re.findall(r"\d+", name)], name
+
+    found = [path for end in (".ckpt", ".ckpt.gz") for path in folder.rglob(f"*{end}")]
+    return sorted(found, key=key)
+
+
+def load_ckpt(path: Path) -> dict[str, Any]:
+    """The tensors of one file; code in it is not run. Raises UserError."""
+    import torch  # readers of text do without
+
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rb") as file:
+                tensors = torch.load(io.BytesIO(file.read()), weights_only=True, map_location="cpu")
+        else:
+            tensors = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except Exception as error:  # pickle, zip and gzip errors of many kinds
+        reason = _one_line(error) or type(error).__name__
+        raise UserError(f"{path}: cannot be read ({reason}), want tensors of SpecForge") from error
+    if not isinstance(tensors, dict):
+        raise UserError(f"{path}: found a {type(tensors).__name__}, want a dict of tensors")
+    return tensors
 
 
 def load_dataset_shard(name: str, config: str | None, split: str | None) -> DatasetShard:
@@ -156,9 +219,12 @@ def _is_saved_dataset(folder: Path) -> bool:
 
 
 def folder_shards(folder: Path) -> list[Shard]:
-    """All text files below a folder, by path; or the data set that `save_to_disk` wrote there."""
+    """All text files below a folder, by path; or the data set that `save_to_disk` wrote there; or
+    the ids of SpecForge's features."""
     if _is_saved_dataset(folder):
         return [load_dataset_shard(str(folder), None, None)]
+    if ckpt_files(folder):
+        return [CkptShard(folder)]
     paths = sorted(
         path
         for path in folder.rglob("*")
