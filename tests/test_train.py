@@ -17,6 +17,7 @@ from dflash_ext.data.packing import BatchPlanner
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.logger import RunLogger
 from dflash_ext.target import Target
+from dflash_ext.target_loop import TargetForwardLoop
 
 STEPS = 6
 NAMES = ("whole", "parts")
@@ -186,7 +187,7 @@ def test_kl_cap_accumulation_and_groups_train(run, tmp_path: Path) -> None:
 
 FAULTS = {
     "prefetcher": (BatchPlanner, "step_plans"),
-    "target 0": (Target, "forward_capture"),
+    "target 0": (TargetForwardLoop, "_fill"),
     "drafter 0": (DrafterTrainLoop, "_train_batch"),
     "monitor": (RunLogger, "log"),
 }
