@@ -34,6 +34,14 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may fill with loads, apart from what reductions need."""
+    if device.type != "cuda":
+        return 160 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 4096
+
+
 def next_power_of_two(n: int) -> int:
     """The least power of two >= n, at least 1."""
     return 1 << max(0, n - 1).bit_length()

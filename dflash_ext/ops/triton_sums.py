@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_ext.ops.triton_launch import launch
+from dflash_ext.ops.triton_launch import launch, next_power_of_two
 
 
 @triton.jit
@@ -31,18 +31,21 @@ def sum_rows(rows: Tensor, split: int | None = None) -> tuple[Tensor, Tensor]:
     num_rows, size = rows.shape
     first = rows.new_empty(size)
     second = rows.new_empty(0 if split is None else size)
+    split = num_rows if split is None else split
+    # Few rows of many columns, or the reverse: one or two loads in a row at 8192 sums a program.
+    tile = min(512, next_power_of_two(max(split, num_rows - split)))
     launch(
         sum_rows_kernel,
-        (triton.cdiv(size, 32), 1 if split is None else 2),
+        (triton.cdiv(size, 8192 // tile), 2 if second.numel() else 1),
         rows.device,
         rows,
         first,
         second,
-        num_rows if split is None else split,
+        split,
         num_rows,
         SIZE=size,
-        ROWS=128,
-        COLS=32,
-        num_warps=4,
+        ROWS=tile,
+        COLS=8192 // tile,
+        num_warps=8,
     )
     return first, second

@@ -6,14 +6,12 @@ the programs' sums. Without atomics it is the same in every run.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_ext.ops.triton_launch import launch, next_power_of_two, num_sms, rows_of
+from dflash_ext.ops.triton_launch import launch, next_power_of_two, num_sms, rows_of, shared_bytes
 from dflash_ext.ops.triton_sums import sum_rows
 
 
@@ -95,11 +93,18 @@ def rms_norm_backward_kernel(
     tl.store(partial, tl.sum(dweight, 0), cols < SIZE)
 
 
-def tile(size: int) -> dict[str, Any]:
+def tile(size: int) -> dict[str, int]:
     """Rows and columns of a program's tile, and its warps, for rows of `size`."""
     cols = next_power_of_two(size)
     rows = max(1, 2048 // cols)
     return {"ROWS": rows, "COLS": cols, "num_warps": min(16, max(4, rows * cols // 512))}
+
+
+def pipeline(x: Tensor, config: dict[str, int]) -> tuple[int, int]:
+    """(stages, programs of a multiprocessor): loads under way in shared memory, or in registers."""
+    block = 3 * config["ROWS"] * config["COLS"] * x.dtype.itemsize  # two gradients and x
+    ahead = min(3, shared_bytes(x.device) // block)
+    return (1 + ahead, 1) if ahead >= 2 else (1, 2)
 
 
 def rms_norm_triton(
@@ -139,7 +144,8 @@ def rms_norm_backward_triton(
     grad, flat, config = rows_of(grad_out), rows_of(x), tile(size)
     more = None if grad_total is None else rows_of(grad_total)
     dx = x.new_empty(x.shape)
-    programs = min(triton.cdiv(flat.shape[0], config["ROWS"]), 2 * num_sms(x.device))
+    stages, per_sm = pipeline(x, config)
+    programs = min(triton.cdiv(flat.shape[0], config["ROWS"]), per_sm * num_sms(x.device))
     partial = x.new_empty(programs, size, dtype=torch.float32)
     launch(
         rms_norm_backward_kernel,
@@ -157,7 +163,7 @@ def rms_norm_backward_triton(
         0 if more is None else more.stride(0),
         flat.stride(0),
         SIZE=size,
-        STAGES=2,
+        STAGES=stages,
         **config,
     )
     return dx, sum_rows(partial)[0]
