@@ -39,7 +39,8 @@ def shared_bytes(device: torch.device) -> int:
     """Shared memory that a program may fill with loads, apart from what reductions need."""
     if device.type != "cuda":
         return 160 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 4096
+    properties: Any = torch.cuda.get_device_properties(device)  # torch declares a part of them
+    return properties.shared_memory_per_block_optin - 4096
 
 
 def next_power_of_two(n: int) -> int:
