@@ -298,6 +298,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
     parser.add_argument("--sides", choices=SIDES, nargs="+", default=SIDES, help="only these")
     parser.add_argument("--peers", metavar="DIR", help="folder of unpacked wheels of the trainers")
+    parser.add_argument("--seconds", type=float, help="that a comparison takes, at least")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the rows here")
     arguments = parser.parse_args()
     if arguments.peers:
@@ -305,6 +306,8 @@ def main() -> int:
     device: torch.device = arguments.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if arguments.seconds is not None:
+        MIN_SECONDS[device.type] = arguments.seconds
     conditions, shapes = facts(device), arguments.shape or DEFAULT_SHAPES[device.type]
     print("# " + ", ".join(f"{key} {value}" for key, value in conditions.items() if value))
     rows = []

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ GIB = 2**30
 
 
 def measure_anchors(
-    shape: StepShape, anchors: list[int], group: int, device: torch.device
+    shape: StepShape, anchors: list[int], group: int, device: torch.device, repeats: int = 5
 ) -> list[dict[str, float]]:
     """A row for each number of anchors, which all documents share."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -45,9 +47,12 @@ def measure_anchors(
         step.optimizer.step(done)
         done += 1
 
-    peaks = [peak_memory(lambda i=i: run(i), device) for i in range(len(anchors))]
-    calls = tuple((lambda i=i: run(i)) for i in range(len(anchors)))
-    seconds = median_seconds(calls, device)
+    calls = tuple(functools.partial(run, index) for index in range(len(anchors)))
+    peaks = []
+    for count, call in zip(anchors, calls, strict=True):
+        peaks.append(peak_memory(call, device))
+        print(f"{count:6} anchors: peak of {peaks[-1] / GIB:.1f} GiB", flush=True)
+    seconds = median_seconds(calls, device, min_repeats=repeats)
     return [
         {
             "context_tokens": shape.documents * shape.tokens,
@@ -63,7 +68,7 @@ def measure_anchors(
     ]
 
 
-def peak_memory(call, device: torch.device) -> float:  # type: ignore[no-untyped-def]
+def peak_memory(call: Callable[[], object], device: torch.device) -> float:
     """Bytes of the device that the allocator held at most during a call, with all that stays."""
     if device.type != "cuda":
         call()
@@ -83,6 +88,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=3072, help="of a document")
     parser.add_argument("--anchors", type=int, nargs="+", default=[8192, 1024])
     parser.add_argument("--group", type=int, default=512, help="anchors worked off at a time")
+    parser.add_argument("--repeats", type=int, default=5, help="of each number, at least")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the rows here")
     arguments = parser.parse_args()
     device: torch.device = arguments.device
@@ -91,7 +97,7 @@ def main() -> int:
     shape = dataclasses.replace(
         SHAPES[arguments.shape], documents=arguments.documents, tokens=arguments.tokens
     )
-    rows = measure_anchors(shape, arguments.anchors, arguments.group, device)
+    rows = measure_anchors(shape, arguments.anchors, arguments.group, device, arguments.repeats)
     for row in rows:
         print(
             f"{row['anchors']:6} anchors, {row['query_rows']} rows over {row['context_tokens']} "
