@@ -107,9 +107,12 @@ def test_a_run_writes_what_it_promises(run, tmp_path: Path, capsys) -> None:
     assert "warning  the text does not look like the target's own" in out
 
 
-@pytest.mark.parametrize("drafters", ["[cpu]", "[cpu, cpu]"])
-def test_resume_is_exact(run, tmp_path: Path, monkeypatch, drafters: str) -> None:
+@pytest.mark.parametrize(
+    "drafters, optimizer", [("[cpu]", "adamw"), ("[cpu, cpu]", "adamw"), ("[cpu]", "muon")]
+)
+def test_resume_is_exact(run, tmp_path: Path, monkeypatch, drafters: str, optimizer: str) -> None:
     flags = [f"--topology.drafters={drafters}", "--train.eval_every=2"]
+    flags.append(f"--train.optimizer={optimizer}")
     assert run("whole", *flags) == 0
     with monkeypatch.context() as patch:
         stop_at(patch, 3)
