@@ -20,7 +20,7 @@ from dflash_ext.config import (
     unknown_field,
     validate,
 )
-from dflash_ext.config_values import UserError, shown, split_weight, type_name
+from dflash_ext.config_values import UserError, read_yaml, shown, split_weight, type_name
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = "configs/smollm2_cpu.yaml"
@@ -35,7 +35,8 @@ def parse(argv: Sequence[str]) -> tuple[Config, Flags]:
     for path in paths:
         load_config(path)  # refuses unknown names and wrong types, naming the file
     _check_flags(rest)
-    config_args = [f"--config={path}" for path in paths]
+    # jsonargparse does not take an empty file.
+    config_args = [f"--config={path}" for path in paths if read_yaml(path)]
     try:
         parsed = _parser().parse_args([*config_args, *rest])
     except jsonargparse.ArgumentError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -11,6 +12,17 @@ import yaml
 
 class UserError(Exception):
     """Bad configuration or input. The message is one line: ``place: found X, want Y``."""
+
+
+# What PyYAML lets through of its conversions: `!!float ""`, `!!bool x`, 5,000 digits, deep nesting.
+_CONVERSION_ERRORS = (
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -39,14 +51,19 @@ def read_yaml(path: Path) -> object:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
         raise UserError(f"{place}: found an error ({problem or error}), want YAML") from None
-    except (ValueError, RecursionError) as error:
+    except _CONVERSION_ERRORS as error:
         raise UserError(f"{path}: found an error ({error}), want YAML") from None
     return {} if data is None else data
 
 
+_short = reprlib.Repr()  # not repr: YAML's aliases can nest a list in itself, or 2^60 times
+_short.maxlevel, _short.maxlist, _short.maxdict, _short.maxtuple = 4, 12, 12, 12
+_short.maxstring = _short.maxother = _short.maxlong = 200
+
+
 def shown(value: object) -> str:
     """A value as an error message shows it."""
-    text = repr(value)
+    text = _short.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -77,7 +94,7 @@ def from_text(value: object) -> object:
         return value
     try:
         return yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError, RecursionError):  # 2024-13-45 is a date to YAML
+    except (yaml.YAMLError, *_CONVERSION_ERRORS):  # 2024-13-45 is a date to YAML
         return value
 
 
