@@ -111,6 +111,8 @@ def _advice(cfg: Config, pipeline: Pipeline, run_dir: Path) -> dict[str, str]:
     )
     if cfg.data.eval:
         command += f" --data {cfg.data.eval[0]}"
+    if cfg.data.enable_thinking is not None:
+        command += f" --enable_thinking {str(cfg.data.enable_thinking).lower()}"
     advice = {"export": str(run_dir / "export"), "evaluate": command}
     best = pipeline.checkpoints.best() if cfg.checkpoint.keep_best else None
     if best not in (None, pipeline.done_steps):

@@ -1,9 +1,11 @@
 """Fuzzing of what users hand over: text files, rows, entries, configurations. Only clean errors.
 
-A few seconds each; `python -m pytest -m slow tests/test_fuzz_data.py` takes ten minutes for each.
+A few seconds each; `python -m pytest -m slow` takes ten minutes for the readers together and ten
+for the configuration.
 """
 
 import gzip
+import io
 import json
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 import yaml
 import zstandard
 from chat_templates import CHATML, chat, chat_tokenizer
@@ -32,8 +35,9 @@ from dflash_ext.data.check import describe_data
 from dflash_ext.data.conversations import load_examples
 from dflash_ext.data.text_settings import read_settings
 
-pytestmark = pytest.mark.slow
-SECONDS = {"short": 60.0, "long": 600.0}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+SECONDS = {"short": 3.0, "long": 600.0}
+READERS = 10  # tests that share the ten minutes
 
 
 @pytest.fixture
@@ -41,8 +45,11 @@ def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
     """fuzz(function, strategy, ...): tries the function on new examples until the time is up."""
     asked = request.config.getoption("-m") == "slow"
 
-    def run(function: Callable[..., None], *strategies: st.SearchStrategy) -> None:
-        end, seed = time.monotonic() + SECONDS["long" if asked else "short"], 0
+    def run(
+        function: Callable[..., None], *strategies: st.SearchStrategy, share: int = READERS
+    ) -> None:
+        seconds = SECONDS["long"] / share if asked else SECONDS["short"]
+        end, seed = time.monotonic() + seconds, 0
         options = hypothesis.settings(
             max_examples=100,
             deadline=None,
@@ -55,8 +62,6 @@ def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
             seed += 1
         print(f"{seed * 100} examples")
 
-    if asked:
-        request.node.add_marker(pytest.mark.timeout(SECONDS["long"] + 120))
     return run
 
 
@@ -129,6 +134,28 @@ def test_damaged_files(name: str, fuzz: Callable[..., None], tmp_path: Path) -> 
         clean(lambda: load_examples(str(path), TOKENIZERS["chatml"], cfg, vocab_size=300))
 
     fuzz(attempt, damaged(FILES[name]), st.sampled_from(["error", "skip"]))
+
+
+def _features() -> bytes:
+    ids = torch.arange(6)
+    sink = io.BytesIO()
+    torch.save(
+        {"input_ids": ids, "loss_mask": ids.clamp(max=1), "hidden_states": torch.ones(1, 6, 8)},
+        sink,
+    )
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("name", ["data_0.ckpt", "data_0.ckpt.gz"])
+def test_damaged_features(name: str, fuzz: Callable[..., None], tmp_path: Path) -> None:
+    contents = _features()
+
+    def attempt(content: bytes) -> None:
+        (tmp_path / name).write_bytes(content)
+        clean(lambda: load_examples(str(tmp_path), TOKENIZERS["chatml"], DataConfig()))
+
+    whole = damaged(contents)
+    fuzz(attempt, whole.map(gzip.compress) if name.endswith("gz") else whole, share=2 * READERS)
 
 
 TEXT = st.text(st.characters(), max_size=8)  # lone surrogates included
@@ -261,4 +288,4 @@ def test_odd_configurations(fuzz: Callable[..., None], tmp_path: Path) -> None:
 
     word = st.sampled_from([f"--{key}" for key in TYPES]) | st.text(max_size=8)
     harmless = word.filter(lambda text: not text.startswith(("-h", "--h", "--print", "--config")))
-    fuzz(attempt, damaged(good) | sections.map(nested), st.lists(harmless, max_size=3))
+    fuzz(attempt, damaged(good) | sections.map(nested), st.lists(harmless, max_size=3), share=1)

@@ -103,7 +103,7 @@ def test_a_run_writes_what_it_promises(run, tmp_path: Path, capsys) -> None:
     assert (folder / "checkpoints" / f"step_{STEPS:08d}").is_dir()
     assert (folder / "export" / "config.json").exists()
     out = capsys.readouterr().out
-    assert "dflash_ext.evaluate --drafter" in out
+    assert "dflash_ext.evaluate --drafter" in out and "--enable_thinking" not in out
     assert "warning  the text does not look like the target's own" in out
 
 
@@ -322,6 +322,11 @@ def test_resume_takes_the_configuration_of_the_run(run, tmp_path: Path, monkeypa
     flags = ["--log.dir", str(tmp_path), "--log.name", "a", "--resume"]
     assert run_command(lambda: train.main(flags)) == 0
     assert "gamma: 3" in (tmp_path / "a" / "config.yaml").read_text()
+
+
+def test_the_thinking_switch_goes_on_to_the_evaluation(run, capsys) -> None:
+    assert run("a", "--train.steps=1", "--data.enable_thinking=false") == 0
+    assert "--enable_thinking false" in capsys.readouterr().out
 
 
 def test_check_data_shows_what_is_supervised(run, tmp_path: Path, capsys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,7 +107,13 @@ class _Encoder:
             return part_in_memory(shard.place, self.rows(shard, report), report)
         key = hashlib.sha256(f"{self.fingerprint} {shard.fingerprint()}".encode()).hexdigest()
         folder = cache_dir() / "tokens" / key[:32]
-        return part_on_disk(folder, shard.place, lambda report: self.rows(shard, report))
+
+        def rows(report: DataReport) -> Rows:
+            size = shard.nbytes / 2**20
+            print(f"tokenising {shard.name} ({size:,.0f} MiB)", file=sys.stderr, flush=True)
+            return self.rows(shard, report)
+
+        return part_on_disk(folder, shard.place, rows)
 
     @functools.cached_property
     def fingerprint(self) -> str:
