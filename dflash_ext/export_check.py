@@ -254,8 +254,12 @@ def _probe(model: DFlashDraftModel, context: int = 20) -> Tensor:
 
 
 def _notes(spec: DrafterSpec) -> list[str]:
-    """What the config states and yet not every engine obeys."""
-    notes = []
+    """What an engine is told otherwise, or does not obey."""
+    size = spec.block_size
+    notes = [
+        f"note: serve with num_speculative_tokens {size - 1} in vLLM (it reads no block size), "
+        f"--speculative-num-draft-tokens {size} in SGLang"
+    ]
     if spec.embed_scale != 1.0:
         notes.append(
             f"note: vLLM does not read input_embedding_scale ({spec.embed_scale:g}) for DFlash"

@@ -210,6 +210,7 @@ def test_the_report(spec, tmp_path):
     notes = [line for line in lines if line.startswith("note: ")]
     assert len(lines) - len(notes) == 5
     found = " ".join(notes)
+    assert "num_speculative_tokens 3 " in notes[0] and "draft-tokens 4 " in notes[0]
     assert ("input_embedding_scale" in found) is (spec.embed_scale != 1)
     assert ("V2 model runner" in found) is (len(set(spec.layer_types)) == 2)
     explicit = any(spec.layer_causal(i) != (t == SLIDING) for i, t in enumerate(spec.layer_types))
