@@ -18,7 +18,7 @@ from dflash_ext.drafter.spec import FULL, SLIDING
 from dflash_ext.grad_sync import GradSync
 from dflash_ext.hs_queue import Slot
 from dflash_ext.metrics import MetricStream
-from dflash_ext.optim import build_optimizer
+from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.supervisor import Supervisor, Worker
 
 SPEC = DrafterSpec(
@@ -145,8 +145,10 @@ def build_loop(
     *,
     slots: int = 2,
     split_fc: bool = False,
+    flat: bool | None = None,
     **train: object,
 ) -> DrafterTrainLoop:
+    """A drafter thread's loop over the batches of `Source`; flat: as in DrafterOptimizer."""
     device, cfg = torch.device(device), build_config(**train)
     model = build_model().to(device, dtype)
     model.recompute = cfg.train.recompute
@@ -160,7 +162,7 @@ def build_loop(
         model=model,
         head=dataclasses.replace(head, **tables),
         objective=Objective(cfg.train, SPEC.layout),
-        optimizer=build_optimizer(list(model.named_parameters()), cfg.train, steps),
+        optimizer=DrafterOptimizer(model.named_parameters(), cfg.train, steps, flat=flat),
         hs_queue=Source(cfg, device, dtype, slots, split_fc),  # type: ignore[arg-type]
         grad_sync=GradSync(0, 1),
         stream=MetricStream(device),
@@ -187,6 +189,8 @@ def run(
             between(done)
 
         loop._publish = published  # type: ignore[method-assign]
+    if loop.device.type == "cuda":
+        torch.cuda.synchronize()  # the loop's stream does not wait for this one
     loop.run(Worker("drafter", loop.run))
     state = {**loop.model.state_dict(), **loop.optimizer.state_tensors()}
     words = [record for _, record in loop.stream.drain()]

@@ -10,6 +10,7 @@ from drafter_cases import (
     random_model,
     small_spec,
 )
+from step_cases import SPEC, build_loop, run
 from torch import Tensor, nn
 
 from dflash_ext.config import TrainConfig
@@ -17,6 +18,7 @@ from dflash_ext.drafter import DFlashDraftModel
 from dflash_ext.drafter.fused import has_main_grad, mark_gradients
 from dflash_ext.drafter.loss import Objective, train_batch
 from dflash_ext.flat_params import FlatParams
+from dflash_ext.metrics import summarise
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
 
@@ -126,3 +128,24 @@ def test_parameter_names_do_not_depend_on_the_storage():
     plain, case = Case(on_storage=False), Case(on_storage=True)
     assert list(plain.model.state_dict()) == list(case.model.state_dict())
     assert all(isinstance(p, nn.Parameter) for p in case.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "train",
+    [{}, {"grad_accum": 3, "anchor_group": 16}, {"kl_weight": 0.3, "noise_std": 0.05}],
+    ids=["plain", "accumulated groups", "kl, noise"],
+)
+def test_whole_steps_on_storage_learn_as_plain_ones(train):
+    split = "noise_std" not in train  # noise is drawn for one layout or the other
+    train = {"steps": 4} | train
+    plain, plain_words = run(build_loop("cpu", torch.float32, flat=False, **train))
+    flat, words = run(build_loop("cpu", torch.float32, flat=True, split_fc=split, **train))
+    losses = [[summarise(w, SPEC.block_size)["loss"] for w in run] for run in (words, plain_words)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert flat.keys() == plain.keys()
+
+
+def test_storage_without_its_own_zeroing_repeats_bit_for_bit():
+    runs = [run(build_loop("cpu", torch.float32, flat=True, steps=3)) for _ in range(2)]
+    assert runs[0][1] == runs[1][1]
+    assert all(torch.equal(runs[0][0][name], runs[1][0][name]) for name in runs[0][0])

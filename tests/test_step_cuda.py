@@ -30,7 +30,13 @@ def gradients(loop: DrafterTrainLoop) -> dict[str, Tensor]:
 
 
 def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
-    return {n: float((found[n] - want[n]).norm() / want[n].norm()) for n in want}
+    """Relative error of each kind of parameter, all layers together."""
+    sums: dict[str, list[float]] = {}
+    for name, reference in want.items():
+        kind = sums.setdefault(re.sub(r"layers\.\d+\.", "", name), [0.0, 0.0])
+        kind[0] += float((found[name] - reference).square().sum())
+        kind[1] += float(reference.square().sum())
+    return {kind: (error / size) ** 0.5 for kind, (error, size) in sums.items()}
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -40,7 +46,7 @@ def test_gradients_are_as_near_to_fp32_as_those_of_plain_bf16(objective, group) 
     want = gradients(build_loop("cpu", torch.float32, **train))
     plain = errors(gradients(build_loop("cpu", torch.bfloat16, **train)), want)
     fused = errors(gradients(build_loop("cuda", torch.bfloat16, anchor_group=group, **train)), want)
-    assert all(fused[name] <= 2 * plain[name] for name in want), (fused, plain)
+    assert all(fused[kind] <= 2 * plain[kind] for kind in plain), (fused, plain)
 
 
 @pytest.mark.parametrize("split_fc", [False, True])
@@ -130,6 +136,7 @@ def warmed_up(cuda_graph: bool, **train) -> tuple[DrafterTrainLoop, torch.cuda.S
         from dflash_ext.drafter.graph import GraphedCalls
 
         loop.graphs = GraphedCalls()
+    torch.cuda.synchronize()  # the steps' stream does not wait for this one
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for step in range(8):

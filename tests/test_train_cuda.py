@@ -67,9 +67,10 @@ def test_target_and_drafter_on_one_gpu(run: Run, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert summary["loss_last"] < 0.9 * summary["loss_first"]
     assert summary["peak_gpu_mib"] > 0
-    row = rows(tmp_path / "a")[-1]
-    assert row["nonfinite_steps"] == 0 and row["dropped_metrics"] == 0
-    assert 0 < row["drafter_busy"] <= 1 and 0 < row["target_busy"] <= 1
+    logged = [row for row in rows(tmp_path / "a") if "loss" in row]
+    assert all(row["nonfinite_steps"] == 0 and row["dropped_metrics"] == 0 for row in logged)
+    for stage in ("drafter_busy", "target_busy"):
+        assert 0 < max(row[stage] for row in logged) <= 1
 
 
 def test_cpu_and_gpu_train_alike_in_fp32(run: Run, tmp_path: Path) -> None:
