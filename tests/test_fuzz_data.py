@@ -1,68 +1,39 @@
-"""Fuzzing of what users hand over: text files, rows, entries, configurations. Only clean errors.
+"""Fuzzing of what users hand over: text files, rows, entries, features. Only clean errors.
 
-A few seconds each; `python -m pytest -m slow` takes ten minutes for the readers together and ten
-for the configuration.
+`python -m pytest -m slow` runs it for ten minutes.
 """
 
 import gzip
 import io
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 import yaml
 import zstandard
 from chat_templates import CHATML, chat, chat_tokenizer
-from hypothesis import HealthCheck
+from fuzzing import DURATIONS, fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 from wild_templates import WILD
 
 from dflash_ext import regenerate
-from dflash_ext.config import (
-    TYPES,
-    DataConfig,
-    UserError,
-    from_dict,
-    load_config,
-    parse_config,
-    validate,
-)
+from dflash_ext.config import DataConfig, UserError, from_dict, validate
 from dflash_ext.data.check import describe_data
 from dflash_ext.data.conversations import load_examples
 from dflash_ext.data.text_settings import read_settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-SECONDS = {"short": 3.0, "long": 600.0}
-READERS = 10  # tests that share the ten minutes
+READERS = 11  # tests that share the ten minutes
 
 
-@pytest.fixture
-def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """fuzz(function, strategy, ...): tries the function on new examples until the time is up."""
-    asked = request.config.getoption("-m") == "slow"
-
-    def run(
-        function: Callable[..., None], *strategies: st.SearchStrategy, share: int = READERS
-    ) -> None:
-        seconds = SECONDS["long"] / share if asked else SECONDS["short"]
-        end, seed = time.monotonic() + seconds, 0
-        options = hypothesis.settings(
-            max_examples=100,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )
-        while time.monotonic() < end:
-            test = hypothesis.given(st.tuples(*strategies))(lambda values: function(*values))
-            hypothesis.seed(seed)(options(test))()
-            seed += 1
-        print(f"{seed * 100} examples")
-
-    return run
+def attempt(action: Callable[..., None], seconds: float, *strategies: st.SearchStrategy) -> None:
+    """Calls the action with examples of the strategies until its share of the time is up."""
+    check = given(st.tuples(*strategies))(lambda values: action(*values))
+    count = fuzz(check, seconds if seconds < 10 else seconds / READERS)
+    print(f"{count} examples")
+    assert count >= 100
 
 
 def clean(action: Callable[[], object]) -> None:
@@ -124,16 +95,17 @@ def damaged(draw: st.DrawFn, contents: bytes) -> bytes:
     return bytes(data)
 
 
+@DURATIONS
 @pytest.mark.parametrize("name", FILES)
-def test_damaged_files(name: str, fuzz: Callable[..., None], tmp_path: Path) -> None:
+def test_damaged_files(name: str, seconds: float, tmp_path: Path) -> None:
     path = tmp_path / name
 
-    def attempt(content: bytes, bad_rows: str) -> None:
+    def check(content: bytes, bad_rows: str) -> None:
         path.write_bytes(content)
         cfg = DataConfig(bad_rows=bad_rows)  # type: ignore[arg-type]
         clean(lambda: load_examples(str(path), TOKENIZERS["chatml"], cfg, vocab_size=300))
 
-    fuzz(attempt, damaged(FILES[name]), st.sampled_from(["error", "skip"]))
+    attempt(check, seconds, damaged(FILES[name]), st.sampled_from(["error", "skip"]))
 
 
 def _features() -> bytes:
@@ -146,16 +118,17 @@ def _features() -> bytes:
     return sink.getvalue()
 
 
+@DURATIONS
 @pytest.mark.parametrize("name", ["data_0.ckpt", "data_0.ckpt.gz"])
-def test_damaged_features(name: str, fuzz: Callable[..., None], tmp_path: Path) -> None:
+def test_damaged_features(name: str, seconds: float, tmp_path: Path) -> None:
     contents = _features()
 
-    def attempt(content: bytes) -> None:
+    def check(content: bytes) -> None:
         (tmp_path / name).write_bytes(content)
         clean(lambda: load_examples(str(tmp_path), TOKENIZERS["chatml"], DataConfig()))
 
     whole = damaged(contents)
-    fuzz(attempt, whole.map(gzip.compress) if name.endswith("gz") else whole, share=2 * READERS)
+    attempt(check, seconds, whole.map(gzip.compress) if name.endswith("gz") else whole)
 
 
 TEXT = st.text(st.characters(), max_size=8)  # lone surrogates included
@@ -201,10 +174,11 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-def test_odd_rows(fuzz: Callable[..., None], tmp_path: Path) -> None:
+@DURATIONS
+def test_odd_rows(seconds: float, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
 
-    def attempt(rows: list, options: dict, template: str) -> None:
+    def check(rows: list, options: dict, template: str) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = TOKENIZERS[template]
 
@@ -225,11 +199,12 @@ def test_odd_rows(fuzz: Callable[..., None], tmp_path: Path) -> None:
 
         clean(load)
 
-    fuzz(attempt, st.lists(ROW, max_size=3), OPTIONS, st.sampled_from(sorted(TOKENIZERS)))
+    attempt(check, seconds, st.lists(ROW, max_size=3), OPTIONS, st.sampled_from(sorted(TOKENIZERS)))
 
 
-def test_odd_entries(fuzz: Callable[..., None], tmp_path: Path) -> None:
-    def attempt(entry: str) -> None:
+@DURATIONS
+def test_odd_entries(seconds: float, tmp_path: Path) -> None:
+    def check(entry: str) -> None:
         clean(
             lambda: load_examples(str(tmp_path) + "/" + entry, TOKENIZERS["chatml"], DataConfig())
         )
@@ -238,13 +213,14 @@ def test_odd_entries(fuzz: Callable[..., None], tmp_path: Path) -> None:
         )
         clean(lambda: validate(from_dict({"data": {"train": [entry]}, "model": {"target": "t"}})))
 
-    fuzz(attempt, st.text(max_size=12).filter(lambda text: ".." not in text))
+    attempt(check, seconds, st.text(max_size=12).filter(lambda text: ".." not in text))
 
 
-def test_odd_prompts_and_outputs(fuzz: Callable[..., None], tmp_path: Path) -> None:
+@DURATIONS
+def test_odd_prompts_and_outputs(seconds: float, tmp_path: Path) -> None:
     prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
 
-    def attempt(rows: list, written: bytes) -> None:
+    def check(rows: list, written: bytes) -> None:
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         out.write_bytes(written)
 
@@ -255,37 +231,16 @@ def test_odd_prompts_and_outputs(fuzz: Callable[..., None], tmp_path: Path) -> N
 
         clean(read)
 
-    fuzz(attempt, st.lists(ROW, max_size=3), damaged(JSONL))
+    attempt(check, seconds, st.lists(ROW, max_size=3), damaged(JSONL))
 
 
-def test_odd_settings(fuzz: Callable[..., None], tmp_path: Path) -> None:
+@DURATIONS
+def test_odd_settings(seconds: float, tmp_path: Path) -> None:
     beside = tmp_path / "a.jsonl.settings.yaml"
     written = yaml.safe_dump({"target": "t", "temperature": 0, "enable_thinking": None}).encode()
 
-    def attempt(content: bytes) -> None:
+    def check(content: bytes) -> None:
         beside.write_bytes(content)
         clean(lambda: read_settings(tmp_path / "a.jsonl"))
 
-    fuzz(attempt, damaged(written) | JSON.map(lambda value: json.dumps(value).encode()))
-
-
-def test_odd_configurations(fuzz: Callable[..., None], tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    good = b"model: {target: t}\ndata:\n  train: [a.jsonl, 2 * b]\ntrain: {lr: 1e-3, steps: 5}\n"
-    sections = st.dictionaries(st.sampled_from(sorted(TYPES)), JSON, max_size=4)
-
-    def nested(fields: dict) -> bytes:
-        found: dict = {}
-        for key, value in fields.items():
-            section, name = key.split(".")
-            found.setdefault(section, {})[name] = value
-        return json.dumps(found).encode()
-
-    def attempt(content: bytes, words: list[str]) -> None:
-        path.write_bytes(content)
-        clean(lambda: validate(load_config(path)))
-        clean(lambda: parse_config(["--config", str(path), *words]))
-
-    word = st.sampled_from([f"--{key}" for key in TYPES]) | st.text(max_size=8)
-    harmless = word.filter(lambda text: not text.startswith(("-h", "--h", "--print", "--config")))
-    fuzz(attempt, damaged(good) | sections.map(nested), st.lists(harmless, max_size=3), share=1)
+    attempt(check, seconds, damaged(written) | JSON.map(lambda value: json.dumps(value).encode()))
