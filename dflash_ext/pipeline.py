@@ -297,6 +297,7 @@ class Pipeline:
         """What is about to run, for people: models, text, steps, memory."""
         info, spec, cfg = self.target.info, self.model.spec, self.cfg
         mib = 1 / 2**20
+        per_param = 16 if self.dtype == torch.float32 else 18  # bytes; fp32 is its own master
         params = sum(p.numel() for p in self.model.parameters())
         slots = sum(t.nbytes for q in self.queues for t in q.tensors())
         mask = self.tokenizer.convert_ids_to_tokens(spec.mask_token_id)
@@ -317,7 +318,7 @@ class Pipeline:
             f"threads  targets {cfg.topology.targets}, drafters {cfg.topology.drafters}, "
             f"{self.cpu_threads} CPU thread(s) each",
             f"memory   target {target_bytes * mib:.0f} MiB, slots {slots * mib:.0f} MiB, drafter "
-            f"weights, gradients and optimizer {params * 16 * self.world * mib:.0f} MiB",
+            f"weights, gradients and optimizer {params * per_param * self.world * mib:.0f} MiB",
         ]
 
     def _start_lines(self) -> list[str]:
