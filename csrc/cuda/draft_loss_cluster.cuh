@@ -25,8 +25,9 @@ template <>
 struct Pair<__nv_bfloat16> {
   using Type = __nv_bfloat162;
   // Finite: e^u u must be 0 at the padding, not NaN.
-  static constexpr uint16_t kPadding = 0xf149;  // -1e30
+  static constexpr uint16_t kPadding = 0xf14a;  // just below kLowest
   static constexpr float kLowest = -1e30f;
+  static constexpr float kStoredLog2 = 0;  // an exponential <= 1 is stored 2^this times as large
 
   static __device__ __forceinline__ float2 unpack(uint32_t word) {
     return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
@@ -39,8 +40,9 @@ struct Pair<__nv_bfloat16> {
 template <>
 struct Pair<__half> {
   using Type = __half2;
-  static constexpr uint16_t kPadding = 0xfbff;  // -65504
+  static constexpr uint16_t kPadding = 0xfbff;  // kLowest
   static constexpr float kLowest = -65504;
+  static constexpr float kStoredLog2 = 15;
 
   static __device__ __forceinline__ float2 unpack(uint32_t word) {
     return __half22float2(reinterpret_cast<const __half2&>(word));
@@ -59,6 +61,12 @@ __device__ __forceinline__ uint32_t next_below(uint32_t bits) {
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -123,6 +131,10 @@ struct Slice {
   uint4* z;
   uint4* t;  // the teacher's
   int first, vectors;
+
+  __device__ __forceinline__ bool is_mine(int v) const {
+    return v >= 0 && v < vectors && v % kScanThreads == threadIdx.x;
+  }
 };
 
 template <typename T>
@@ -149,25 +161,34 @@ __device__ __forceinline__ int ties_before(const uint4& vector, int place) {
   return ties;
 }
 
-// What the warp of this thread finds, relative to its own maxima.
+// What the warp of this thread finds, relative to its own maxima. Without a soft cap, exponentials
+// take the place of the logits, so that none is computed twice: a relative error of half a unit of
+// 16 bits, where the rounding of a logit z costs p z times that.
 template <typename T, bool kTeacher, bool kSoftcap>
 __device__ __forceinline__ Parts<kTeacher> scan(const Slice& slice,
                                                 const BinaryLogit<T, kSoftcap>& logit, int label,
                                                 uint32_t label_bits) {
   using T2 = typename Pair<T>::Type;
+  const auto store = [](float low, float high) {
+    constexpr float kScale = 1 << static_cast<int>(Pair<T>::kStoredLog2);
+    const T2 both = Pair<T>::pack(low * kScale, high * kScale);
+    return reinterpret_cast<const uint32_t&>(both);
+  };
   Part part{logit(slice_max<T>(slice.z, slice.vectors), 0), 0, 0, 0};
   TeacherPart teacher{};
   if constexpr (kTeacher) teacher.max = logit(slice_max<T>(slice.t, slice.vectors), 0);
   // Before the label's vector an equal logit counts too: it is larger than the next one below.
   const uint32_t larger = label_bits * 0x10001u, as_large = next_below(label_bits) * 0x10001u;
   const int label_vector = label / kVector - slice.first;
+  const int ties =
+      slice.is_mine(label_vector) ? ties_before<T>(slice.z[label_vector], label % kVector) : 0;
   uint32_t zero = 0;
   T2 count = reinterpret_cast<T2&>(zero);
-#pragma unroll 2
+#pragma unroll(kSoftcap ? 1 : 2)  // else registers spill
   for (int v = threadIdx.x; v < slice.vectors; v += kScanThreads) {
-    const uint4 q = slice.z[v], r = kTeacher ? slice.t[v] : q;
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(&q);
-    const uint32_t* teacher_words = reinterpret_cast<const uint32_t*>(&r);
+    uint4 q = slice.z[v], r = kTeacher ? slice.t[v] : q;
+    uint32_t* words = reinterpret_cast<uint32_t*>(&q);
+    uint32_t* teacher_words = reinterpret_cast<uint32_t*>(&r);
     const uint32_t bound = v < label_vector ? as_large : larger;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -179,6 +200,7 @@ __device__ __forceinline__ Parts<kTeacher> scan(const Slice& slice,
       part.exp += e0 + e1;
       part.exp_u = fmaf(e0, u0, part.exp_u);
       part.exp_u = fmaf(e1, u1, part.exp_u);
+      words[i] = store(e0, e1);
       if constexpr (kTeacher) {
         const float2 y = Pair<T>::unpack(teacher_words[i]);
         const float v0 = logit(y.x, teacher.max), v1 = logit(y.y, teacher.max);
@@ -186,17 +208,18 @@ __device__ __forceinline__ Parts<kTeacher> scan(const Slice& slice,
         teacher.exp += q0 + q1;
         teacher.diff = fmaf(q0, v0 - u0, teacher.diff);
         teacher.diff = fmaf(q1, v1 - u1, teacher.diff);
+        teacher_words[i] = store(q0, q1);
       }
+    }
+    if constexpr (!kSoftcap) {
+      slice.z[v] = q;
+      if constexpr (kTeacher) slice.t[v] = r;
     }
   }
   const float2 counts = Pair<T>::unpack(reinterpret_cast<const uint32_t&>(count));
-  part.before = counts.x + counts.y;
-  if (threadIdx.x == 0 && label_vector >= 0 && label_vector < slice.vectors) {
-    part.before += ties_before<T>(slice.z[label_vector], label % kVector);
-  }
+  part.before = warp_sum(counts.x + counts.y + ties);
   part.exp = warp_sum(part.exp);
   part.exp_u = warp_sum(part.exp_u);
-  part.before = warp_sum(part.before);
   Parts<kTeacher> parts;
   parts.own = part;
   if constexpr (kTeacher) {
@@ -235,19 +258,6 @@ struct alignas(16) Gradient {
   float own, own_log;  // own_log 0: without the entropy
 };
 
-template <typename T, bool kTeacher, bool kSoftcap, bool kEntropy>
-__device__ __forceinline__ float gradient_of(const Gradient& g,
-                                             const BinaryLogit<T, kSoftcap>& logit, float x,
-                                             float y, float& slope) {
-  float r;
-  const float log_p = logit(x, g.shift, r);
-  float d = exp2_fast(log_p);
-  if constexpr (kEntropy) d *= fmaf(g.own_log, log_p, g.own);
-  if constexpr (kTeacher) d -= exp2_fast(logit(y, g.teacher_shift));
-  slope = BinaryLogit<T, kSoftcap>::slope(r);
-  return d * slope;
-}
-
 template <bool kTeacher>
 __device__ __forceinline__ Gradient gradient_factors(const Parts<kTeacher>& row,
                                                      const RowCoefficients& o) {
@@ -270,8 +280,7 @@ __device__ __forceinline__ Gradient gradient_factors(const Parts<kTeacher>& row,
 }
 
 template <bool kTeacher>
-__device__ __forceinline__ RowValues<float> row_values(const Parts<kTeacher>& row,
-                                                       float label_u) {
+__device__ __forceinline__ RowValues<float> row_values(const Parts<kTeacher>& row, float label_u) {
   const float log_sum = log2f(row.own.exp);
   RowValues<float> values{kLn2 * (log_sum - label_u), 0,
                           kLn2 * (log_sum - row.own.exp_u / row.own.exp),
@@ -282,17 +291,60 @@ __device__ __forceinline__ RowValues<float> row_values(const Parts<kTeacher>& ro
   return values;
 }
 
+// g of what `scan` left behind, for a warp whose parts had these maxima.
 template <typename T, bool kTeacher, bool kSoftcap, bool kEntropy>
-__device__ __forceinline__ void differentiate(const Slice& slice, const Gradient& g,
-                                              const BinaryLogit<T, kSoftcap>& logit, int label,
-                                              float label_loss, uint32_t label_bits) {
-  const int label_vector = label / kVector - slice.first;
-  const int own = label_vector - static_cast<int>(threadIdx.x);
-  const bool has_label =
-      label_vector >= 0 && label_vector < slice.vectors && own % kScanThreads == 0;
-  const int at = label_vector * kVector + label % kVector;
-  const float y =
-      kTeacher && has_label ? Pair<T>::unpack(reinterpret_cast<const uint16_t*>(slice.t)[at]).x : 0;
+class Differential {
+ public:
+  __device__ __forceinline__ Differential(const Gradient& g, const BinaryLogit<T, kSoftcap>& logit,
+                                          float max, float teacher_max)
+      : g_(g),
+        logit_(logit),
+        shift_(max - g.shift - Pair<T>::kStoredLog2),
+        factor_(exp2_fast(shift_)),
+        teacher_factor_(kTeacher ? exp2_fast(teacher_max - g.teacher_shift - Pair<T>::kStoredLog2)
+                                 : 0) {}
+
+  // x is the drafter's, y the teacher's.
+  __device__ __forceinline__ float operator()(float x, float y, float label_loss = 0) const {
+    if constexpr (kSoftcap) {
+      float r;
+      const float log_p = logit_(x, g_.shift, r);
+      float d = exp2_fast(log_p) - label_loss;
+      if constexpr (kEntropy)
+        d = fmaf(exp2_fast(log_p), fmaf(g_.own_log, log_p, g_.own), -label_loss);
+      if constexpr (kTeacher) d -= exp2_fast(logit_(y, g_.teacher_shift));
+      return d * logit_.slope(r);
+    } else {
+      float d = x * factor_;
+      if constexpr (kEntropy) {
+        constexpr float kTiny = 1.2e-38f;  // the logarithm of 0 would give NaN
+        d *= fmaf(g_.own_log, log2_fast(fmaxf(x, kTiny)) + shift_, g_.own);
+      }
+      if constexpr (kTeacher) d = fmaf(y, -teacher_factor_, d);
+      return d - label_loss;
+    }
+  }
+
+ private:
+  const Gradient& g_;
+  const BinaryLogit<T, kSoftcap>& logit_;
+  float shift_, factor_, teacher_factor_;
+};
+
+template <typename T, bool kTeacher, typename Differential>
+__device__ __forceinline__ void differentiate(const Slice& slice, const Differential& d, int label,
+                                              float label_loss) {
+  // At the label 1 is taken off p before both are rounded.
+  const int label_vector = label / kVector - slice.first,
+            at = label_vector * kVector + label % kVector;
+  const bool has_label = slice.is_mine(label_vector);
+  const auto value = [&](const uint4* from) {
+    return Pair<T>::unpack(reinterpret_cast<const uint16_t*>(from)[at]).x;
+  };
+  float label_gradient = 0;
+  if (has_label) {
+    label_gradient = d(value(slice.z), kTeacher ? value(slice.t) : 0, label_loss);
+  }
 #pragma unroll 2
   for (int v = threadIdx.x; v < slice.vectors; v += kScanThreads) {
     uint4 q = slice.z[v];
@@ -303,20 +355,12 @@ __device__ __forceinline__ void differentiate(const Slice& slice, const Gradient
     for (int i = 0; i < 4; ++i) {
       const float2 x = Pair<T>::unpack(words[i]);
       const float2 y = kTeacher ? Pair<T>::unpack(teacher_words[i]) : x;
-      float slope;
-      const auto d =
-          Pair<T>::pack(gradient_of<T, kTeacher, kSoftcap, kEntropy>(g, logit, x.x, y.x, slope),
-                        gradient_of<T, kTeacher, kSoftcap, kEntropy>(g, logit, x.y, y.y, slope));
-      words[i] = reinterpret_cast<const uint32_t&>(d);
+      const auto both = Pair<T>::pack(d(x.x, y.x), d(x.y, y.y));
+      words[i] = reinterpret_cast<const uint32_t&>(both);
     }
     slice.z[v] = q;
   }
-  if (!has_label) return;
-  // Only here -1 joins p, before both are rounded.
-  float slope;
-  const float x = Pair<T>::unpack(label_bits).x;
-  const float d = gradient_of<T, kTeacher, kSoftcap, kEntropy>(g, logit, x, y, slope);
-  reinterpret_cast<T*>(slice.z)[at] = round_to<T>(d - slope * label_loss);
+  if (has_label) reinterpret_cast<T*>(slice.z)[at] = round_to<T>(label_gradient);
 }
 
 }  // namespace dflash::loss

@@ -96,8 +96,8 @@ struct Logit {
   // The derivative by scale x.
   __device__ __forceinline__ acc_t slope(acc_t x) const {
     if (softcap == 0) return 1;
-    const acc_t c = cosh(x * scale * inverse_cap);  // 1 - tanh^2 would cancel
-    return 1 / (c * c);
+    const acc_t e = exp(-2 * fabs(x * scale * inverse_cap));  // 1 - tanh^2 would cancel
+    return 4 * e / ((1 + e) * (1 + e));
   }
 };
 
@@ -136,15 +136,16 @@ __global__ void __launch_bounds__(kRowThreads)
   // Ranks are taken before the transform, which rises with the sign of its scale.
   const acc_t sign = logit.scale > 0 ? 1 : logit.scale < 0 ? -1 : 0;
   const acc_t label_x = widen(z[label]), mine = logit(label_x);
-  acc_t max = -INFINITY, teacher_max = -INFINITY, before = 0;
+  acc_t max = -INFINITY, teacher_max = -INFINITY;
+  int count = 0;  // of ids that come before the label
   for (int64_t i = tid; i < p.vocab; i += kRowThreads) {
     const acc_t x = widen(z[i]);
     max = larger(logit(x), max);
-    before += i < label ? sign * x >= sign * label_x : sign * x > sign * label_x;
+    count += i < label ? sign * x >= sign * label_x : sign * x > sign * label_x;
     if (o.with_teacher) teacher_max = larger(logit(widen(t[i])), teacher_max);
   }
   max = reduce_block(max, larger);
-  before = reduce_block(before, add);
+  const acc_t before = reduce_block(acc_t(count), add);
   if (o.with_teacher) teacher_max = reduce_block(teacher_max, larger);
 
   acc_t sum = 0, sum_u = 0, teacher = 0, teacher_diff = 0;

@@ -149,6 +149,7 @@ class ClusterBlock {
     int label;
     uint32_t label_bits;
     int stage;
+    float max, teacher_max;  // of this warp
   };
 
   static __device__ __forceinline__ uint32_t address(const uint64_t& barrier) {
@@ -191,15 +192,17 @@ class ClusterBlock {
     if (row >= live_) return {};
     const int label = p_.labels[row];
     const uint16_t* logits = static_cast<const uint16_t*>(p_.logits) + row * p_.stride;
-    return {label, logits[label], 0};
+    return {label, logits[label]};
   }
 
-  __device__ __forceinline__ void scan_row(uint32_t set, const Turn& turn,
+  __device__ __forceinline__ void scan_row(uint32_t set, Turn& turn,
                                            const BinaryLogit<T, kSoftcap>& logit) {
     const Slice s = slice(turn.stage);
     pad(s);
     const Parts<kTeacher> parts =
         scan<T, kTeacher, kSoftcap>(s, logit, turn.label, turn.label_bits);
+    turn.max = parts.own.max;
+    if constexpr (kTeacher) turn.teacher_max = parts.teacher.max;
     if (threadIdx.x == 0) shared_.label_bits[set] = turn.label_bits;
     if (threadIdx.x % 32 == 0) {
       shared_.warp_parts[set][threadIdx.x / 32] = parts;
@@ -227,11 +230,11 @@ class ClusterBlock {
       const float label_loss = p_.coefficients.gradient_scale * p_.coefficients.ce_weight;
       const Slice s = slice(row.stage);
       if (g.own_log == 0) {
-        differentiate<T, kTeacher, kSoftcap, false>(s, g, logit, row.label, label_loss,
-                                                    row.label_bits);
+        const Differential<T, kTeacher, kSoftcap, false> d(g, logit, row.max, row.teacher_max);
+        differentiate<T, kTeacher>(s, d, row.label, label_loss);
       } else {
-        differentiate<T, kTeacher, kSoftcap, true>(s, g, logit, row.label, label_loss,
-                                                   row.label_bits);
+        const Differential<T, kTeacher, kSoftcap, true> d(g, logit, row.max, row.teacher_max);
+        differentiate<T, kTeacher>(s, d, row.label, label_loss);
       }
       sm90::fence_copies();
     }

@@ -62,6 +62,7 @@ void rows_in_clusters() {
     rows<T, float>(3, vocab, true, 0, launch_loss_cluster<T, true, false>);
     rows<T, float>(3, vocab, true, 30, launch_loss_cluster<T, true, true>);
   }
+  rows<T, float>(500, 1000, true, 0, launch_loss_cluster<T, true, false>);  // several in turn
 }
 
 // Slots of two blocks into rows and back; the last row is dead.

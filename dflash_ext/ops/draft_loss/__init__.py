@@ -109,7 +109,14 @@ def draft_loss(
     accumulator of `metric_add`) the slots' terms and ranks are added to it, or only the loss if not
     `measured`; loss and gradient have the same bits either way.
 
-    Raises ValueError for an unknown kl or a KL without teacher.
+    On a GPU nothing waits for the device: a label, row or index out of range makes the loss NaN
+    instead of raising. All chunks of `rows` are multiplied, however small n_rows is; who knows a
+    bound of n_rows on the host passes rows[:bound]. In 16 bits the terms and ranks are those of the
+    logits as they are stored, in 16 bits. Memory: chunk_rows x V logits, twice that with a teacher,
+    and the gradient of all rows in fp32.
+
+    Raises ValueError for an unknown kl or a KL without teacher, and on a CPU IndexError for an
+    index out of range.
     """
     loss, terms, rank, _, used = draft_loss_stats(
         hidden,
