@@ -92,6 +92,14 @@ def test_vocabularies(nan_poison, vocab, options, dtype):
     assert_exact(exact_case(5, 4, vocab, dtype), dtype, **options)
 
 
+@pytest.mark.parametrize("vocab", [7, 9, 2047])
+@pytest.mark.parametrize("kl_weight", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_padding_does_not_count_under_a_soft_cap(nan_poison, vocab, kl_weight, dtype):
+    options = {"softcap": 3.0, "kl_weight": kl_weight, "cap_lambda": 0.5}
+    assert_exact(exact_case(5, 4, vocab, dtype), dtype, **options)
+
+
 @pytest.mark.parametrize("vocab", [600_001, 1_300_000])
 def test_vocabularies_of_other_plans(vocab):
     """One block a multiprocessor, and the kernel that reads a row three times."""
