@@ -181,7 +181,7 @@ class Inputs:
         """Of the gradient of a cross entropy, as plain torch makes it from 16-bit logits."""
         gradients = []
         for dtype in (part.dtype, torch.float64):
-            states = part.to(dtype).requires_grad_()
+            states = part.to(dtype, copy=True).requires_grad_()
             logits = (states @ self.weight.to(dtype).T).flatten(0, 1)
             F.cross_entropy(logits, self.labels[: len(part)].flatten()).backward()
             assert states.grad is not None
