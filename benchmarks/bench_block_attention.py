@@ -1,6 +1,10 @@
-"""block_attention, forward and backward, against SDPA over all keys under a dense mask."""
+"""block_attention, forward and backward: on CPUs in fp32 against SDPA over all keys under a dense
+mask, on GPUs in bf16 against compiled flex_attention, whose mask is built beforehand; there both
+sides are replays of CUDA graphs, so that no host is timed."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -8,84 +12,208 @@ from torch import Tensor
 
 from benchmarks import Case
 from dflash_ext import ops
-from dflash_ext.ops.block_attention.naive import block_attention_naive
+from dflash_ext.ops.block_attention.portable import portable_backward, portable_forward
 
-# (blocks, slots, query heads, KV heads, head size, context tokens, tokens of a document)
-SHAPES = [
-    (40, 4, 9, 3, 64, 256, 128),
-    (128, 8, 9, 3, 64, 4096, 256),
-    (64, 16, 32, 8, 128, 2048, 512),
+# (blocks, slots, query heads, KV heads, head size, context tokens, tokens of a document, window)
+CPU_SHAPES = [
+    (40, 4, 9, 3, 64, 256, 128, None),
+    (128, 8, 9, 3, 64, 4096, 256, None),
+    (64, 16, 32, 8, 128, 2048, 512, None),
+]
+GPU_SHAPES = [
+    (1024, 16, 32, 8, 128, 49152, 4096, None),
+    (1024, 16, 32, 8, 128, 49152, 4096, 2048),
+    (512, 16, 32, 8, 128, 16384, 2048, None),
+    (512, 16, 32, 8, 128, 16384, 2048, 2048),
+    (1024, 16, 9, 3, 64, 49152, 4096, None),
 ]
 
 
-def dense_sdpa(
-    q: Tensor, k_ctx: Tensor, v_ctx: Tensor, k_blk: Tensor, v_blk: Tensor, mask: Tensor
-) -> Tensor:
-    blocks, slots, heads, dim = q.shape
-    keys, values = (
-        torch.cat([context, block.flatten(0, 1)]).transpose(0, 1)[None]
-        for context, block in ((k_ctx, k_blk), (v_ctx, v_blk))
-    )
-    queries = q.reshape(1, blocks * slots, heads, dim).transpose(1, 2)
-    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-    return out.transpose(1, 2).reshape(q.shape)
+class Inputs:
+    """Random queries, keys and values of sorted anchors in documents of equal length."""
 
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        blocks: int,
+        slots: int,
+        q_heads: int,
+        kv_heads: int,
+        dim: int,
+        tokens: int,
+        document: int,
+        window: int | None,
+    ) -> None:
+        self.window, self.document, self.scale = window, document, dim**-0.5
+        self.end = torch.randperm(tokens, device=device)[:blocks].sort().values
+        self.start = self.end // document * document
+        shapes = [
+            (blocks, slots, q_heads, dim),
+            *[(tokens, kv_heads, dim)] * 2,
+            *[(blocks, slots, kv_heads, dim)] * 2,
+        ]
+        self.tensors = [
+            torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes
+        ]
+        self.grad_out = torch.randn(shapes[0], device=device, dtype=dtype)
 
-def make_case(
-    device: torch.device,
-    blocks: int,
-    slots: int,
-    q_heads: int,
-    kv_heads: int,
-    dim: int,
-    context: int,
-    document: int,
-) -> Case:
-    end = torch.randint(context, (blocks,), device=device).sort().values
-    start = end // document * document
-    shapes = [
-        (blocks, slots, q_heads, dim),
-        *[(context, kv_heads, dim)] * 2,
-        *[(blocks, slots, kv_heads, dim)] * 2,
-    ]
-    inputs = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
-    grad_out = torch.randn(shapes[0], device=device)
-    block = torch.arange(blocks, device=device).repeat_interleave(slots)
-    key = torch.arange(context, device=device)
-    seen = (key >= start[block, None]) & (key < end[block, None])
-    mask = torch.cat([seen, block[:, None] == block], 1)
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees, of one head."""
+        slots = self.tensors[0].shape[1]
+        context = (self.end - self.start)[:, None].expand(-1, slots)
+        if self.window is not None:
+            context = context.minimum(
+                (self.window - 1 - torch.arange(slots, device=context.device)).clamp_min(0)
+            )
+        return int(context.sum()) + self.end.numel() * slots * slots
 
-    def step(out: Tensor) -> list[Tensor]:
-        for x in inputs:
+    def exact(self) -> list[Tensor]:
+        """Output and gradients in fp64."""
+        tensors = [x.detach().double() for x in self.tensors]
+        options = {"scale": self.scale, "window": self.window, "causal": False}
+        ranges = [self.start, self.end]
+        out, lse = portable_forward(tensors, ranges, **options)
+        dk, dv = (torch.zeros_like(x) for x in tensors[1:3])
+        dq, dk_blk, dv_blk = portable_backward(
+            self.grad_out.double(), tensors, lse, ranges, dk, dv, **options
+        )
+        return [out, dq, dk, dv, dk_blk, dv_blk]
+
+    def step(self, leaves: list[Tensor], grad_out: Tensor, out: Tensor) -> list[Tensor]:
+        for x in leaves:
             x.grad = None
         out.backward(grad_out)
-        return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+        return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+    def run(self) -> list[Tensor]:
+        out = ops.block_attention(
+            *self.tensors, self.start, self.end, scale=self.scale, window=self.window
+        )
+        return self.step(self.tensors, self.grad_out, out)
+
+
+class Captured:
+    """A function's replay from a CUDA graph, captured at the first call."""
+
+    def __init__(self, function: Callable[[], list[Tensor]]) -> None:
+        self.function = function
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.results: list[Tensor] = []
+
+    def __call__(self) -> list[Tensor]:
+        if self.graph is None:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    self.function()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.results = self.function()
+        self.graph.replay()
+        return self.results
+
+
+def all_keys(inputs: Inputs) -> list[Tensor]:
+    """Queries [1, Hq, A * K, D], keys and values [1, Hk, T + A * K, D]: leaves of their own."""
+    q, k_ctx, v_ctx, k_blk, v_blk = (x.detach() for x in inputs.tensors)
+    joined = [torch.cat([x, y.flatten(0, 1)]) for x, y in ((k_ctx, k_blk), (v_ctx, v_blk))]
+    return [
+        x.transpose(0, 1)[None].contiguous().requires_grad_() for x in (q.flatten(0, 1), *joined)
+    ]
+
+
+def dense_sdpa(inputs: Inputs) -> Callable[[], list[Tensor]]:
+    leaves = all_keys(inputs)
+    blocks, slots = inputs.tensors[0].shape[:2]
+    block = torch.arange(blocks).repeat_interleave(slots)
+    key = torch.arange(inputs.tensors[1].shape[0])
+    seen = (key >= inputs.start[block, None]) & (key < inputs.end[block, None])
+    mask = torch.cat([seen, block[:, None] == block], 1)
+    grad_out = inputs.grad_out.flatten(0, 1).transpose(0, 1)[None].contiguous()
 
     def run() -> list[Tensor]:
-        return step(ops.block_attention(*inputs, start, end, scale=dim**-0.5))
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
+        return inputs.step(leaves, grad_out, out)
 
-    def peer() -> list[Tensor]:
-        return step(dense_sdpa(*inputs, mask))
+    return run
+
+
+def flex(inputs: Inputs) -> Callable[[], list[Tensor]]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    leaves = all_keys(inputs)
+    slots, tokens = inputs.tensors[0].shape[1], inputs.tensors[1].shape[0]
+    start, end, window = inputs.start, inputs.end, inputs.window
+    device = str(end.device)
+
+    def seen(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block = query // slots
+        own = (key >= tokens) & ((key - tokens) // slots == block)
+        context = (key >= start[block]) & (key < end[block])
+        if window is not None:
+            context = context & (end[block] + query % slots - key < window)
+        return context | own
+
+    queries, keys = leaves[0].shape[2], leaves[1].shape[2]
+    mask = torch.compile(create_block_mask, dynamic=False)(
+        seen, None, None, queries, keys, device=device
+    )
+    attend = torch.compile(flex_attention, dynamic=False)
+    grad_out = inputs.grad_out.flatten(0, 1).transpose(0, 1)[None].contiguous()
+
+    def run() -> list[Tensor]:
+        return inputs.step(leaves, grad_out, attend(*leaves, block_mask=mask, enable_gqa=True))
+
+    return run
+
+
+def split_keys(inputs: Inputs, results: list[Tensor]) -> list[Tensor]:
+    """A peer's output and gradients in the layout of the op's."""
+    tokens, shape = inputs.tensors[1].shape[0], inputs.tensors[3].shape
+    out, dq, dk, dv = (x[0].transpose(0, 1) for x in results)
+    return [
+        *(x.reshape(inputs.tensors[0].shape) for x in (out, dq)),
+        dk[:tokens],
+        dv[:tokens],
+        *(x[tokens:].reshape(shape) for x in (dk, dv)),
+    ]
+
+
+def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+
+
+def make_case(device: torch.device, shape: tuple) -> Case:
+    on_cpu = device.type == "cpu"
+    inputs = Inputs(device, torch.float32 if on_cpu else torch.bfloat16, *shape)
+    run = inputs.run if on_cpu else Captured(inputs.run)
+    peer = dense_sdpa(inputs) if on_cpu else Captured(flex(inputs))
 
     def check() -> None:
-        exact = [x.detach().double().requires_grad_() for x in inputs]
-        out, _ = block_attention_naive(*exact, start, end, scale=dim**-0.5)
-        out.backward(grad_out.double())
-        wanted = [out, *(x.grad for x in exact)]
-        for a, b in zip(run(), wanted, strict=True):
-            assert b is not None and (a.double() - b).norm() <= 1e-5 * b.norm()
+        wanted = inputs.exact()
+        mine = errors(run(), wanted)
+        others = errors(split_keys(inputs, peer()), wanted)
+        limits = [1e-5 if on_cpu else 2 * other for other in others]
+        assert all(a <= b for a, b in zip(mine, limits, strict=True)), (mine, others)
 
-    keys = int((end - start + slots).sum())
+    blocks, slots, q_heads, kv_heads, dim, tokens, _, window = shape
+    pairs = inputs.pairs()
+    name = f"A{blocks} K{slots} {q_heads}/{kv_heads}x{dim} T{tokens}"
+    name += f" W{window}" if window else f" keys {pairs // (blocks * slots)}"
     return Case(
         op="block_attention",
-        shape=f"A{blocks} K{slots} {q_heads}/{kv_heads}x{dim} T{context} keys {keys // blocks}",
+        shape=name,
         run=run,
         peer=peer,
-        peer_name="dense SDPA",
+        peer_name="dense SDPA" if on_cpu else "compiled flex",
         check=check,
-        flops=14 * keys * slots * q_heads * dim,  # two products forward, five backward
+        flops=14 * pairs * q_heads * dim,  # two products forward, five backward
     )
 
 
 def cases(device: torch.device) -> list[Case]:
-    return [make_case(device, *shape) for shape in SHAPES]
+    shapes = CPU_SHAPES if device.type == "cpu" else GPU_SHAPES
+    return [make_case(device, shape) for shape in shapes]

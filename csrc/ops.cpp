@@ -83,6 +83,41 @@ TORCH_LIBRARY(dflash_ext, m) {
       "int? window=None, "
       "bool causal=False"
       ") -> (Tensor dq, Tensor dk_blk, Tensor dv_blk)");
+  // The same for one call alone: new gradients of the context, in its dtype.
+  m.def(
+      "block_attention_gradients("
+      "Tensor grad_out, "
+      "Tensor q, "
+      "Tensor k_ctx, "
+      "Tensor v_ctx, "
+      "Tensor k_blk, "
+      "Tensor v_blk, "
+      "Tensor out, "
+      "Tensor lse, "
+      "Tensor ctx_start, "
+      "Tensor ctx_end, *, "
+      "float scale, "
+      "int? window=None, "
+      "bool causal=False"
+      ") -> (Tensor dq, Tensor dk_ctx, Tensor dv_ctx, Tensor dk_blk, Tensor dv_blk)");
+  // A step of block_attention_backward on Hopper, internal: ops/block_attention/triton.py calls it.
+  m.def(
+      "block_attention_context_gradients("
+      "Tensor q, "
+      "Tensor grad_out, "
+      "Tensor shift, "
+      "Tensor delta, "
+      "Tensor k_ctx, "
+      "Tensor v_ctx, "
+      "Tensor ctx_start, "
+      "Tensor ctx_end, "
+      "Tensor sight, "
+      "Tensor(a!) dk_ctx, "
+      "Tensor(b!) dv_ctx, *, "
+      "float scale, "
+      "int? window=None, "
+      "bool add=True"
+      ") -> ()");
 }
 
 namespace py = pybind11;

@@ -81,6 +81,17 @@ def _(
     return q.new_empty(q.shape), k_blk.new_empty(k_blk.shape), v_blk.new_empty(v_blk.shape)
 
 
+@torch.library.register_fake("dflash_ext::block_attention_gradients")
+def _(
+    grad_out: Tensor,
+    *tensors: Tensor,
+    scale: float,
+    window: int | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in tensors[:5])
+
+
 def _save_inputs(
     ctx: Any, inputs: tuple, keyword_only_inputs: dict, output: tuple[Tensor, Tensor]
 ) -> None:
@@ -93,14 +104,10 @@ def _save_inputs(
 
 def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: a checkpoint hands each tensor out only once
-    q, k_ctx, v_ctx, *_ = saved
-    dtype = accumulate_dtype(q.dtype)
-    dk_ctx = torch.zeros(k_ctx.shape, dtype=dtype, device=q.device)
-    dv_ctx = torch.zeros(v_ctx.shape, dtype=dtype, device=q.device)
-    dq, dk_blk, dv_blk = torch.ops.dflash_ext.block_attention_backward.default(
-        grad_out, *saved, dk_ctx, dv_ctx, **ctx.options
+    gradients = torch.ops.dflash_ext.block_attention_gradients.default(
+        grad_out, *saved, **ctx.options
     )
-    return dq, dk_ctx.to(q.dtype), dv_ctx.to(q.dtype), dk_blk, dv_blk, None, None
+    return *gradients, None, None
 
 
 torch.library.register_autograd(

@@ -24,46 +24,40 @@ def check(
     `others` are further tensors of q's shape (grad_out, out), of lse's, or of k_ctx's.
     """
     q, k_ctx, v_ctx, k_blk, v_blk = tensors
-    torch._check(q.dim() == 4, lambda: f"q: found {list(q.shape)}, want [A, K, Hq, D]")
-    torch._check(k_ctx.dim() == 3, lambda: f"k_ctx: found {list(k_ctx.shape)}, want [T, Hk, D]")
-    torch._check(k_blk.dim() == 4, lambda: f"k_blk: found {list(k_blk.shape)}, want [A, K, Hk, D]")
+    for name, x, dims in (("q", q, 4), ("k_ctx", k_ctx, 3), ("k_blk", k_blk, 4)):
+        if x.dim() != dims:
+            raise RuntimeError(f"{name}: found {list(x.shape)}, want {dims} dimensions")
     blocks, slots, q_heads, dim = q.shape
     kv_heads = k_blk.shape[2]
     context, block = (k_ctx.shape[0], kv_heads, dim), (blocks, slots, kv_heads, dim)
     total = accumulate_dtype(q.dtype)
-    wanted: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
-        "k_ctx": (k_ctx, context, q.dtype),
-        "v_ctx": (v_ctx, context, q.dtype),
-        "k_blk": (k_blk, block, q.dtype),
-        "v_blk": (v_blk, block, q.dtype),
-        "ctx_start": (ranges[0], (blocks,), torch.int64),
-        "ctx_end": (ranges[1], (blocks,), torch.int64),
-    }
     kinds = {
-        "grad_out": (tuple(q.shape), q.dtype),
-        "out": (tuple(q.shape), q.dtype),
-        "lse": (tuple(q.shape[:3]), total),
+        "k_ctx": (context, q.dtype),
+        "v_ctx": (context, q.dtype),
+        "k_blk": (block, q.dtype),
+        "v_blk": (block, q.dtype),
+        "ctx_start": ((blocks,), torch.int64),
+        "ctx_end": ((blocks,), torch.int64),
+        "grad_out": (q.shape, q.dtype),
+        "out": (q.shape, q.dtype),
+        "lse": (q.shape[:3], total),
         "dk_ctx": (context, total),
         "dv_ctx": (context, total),
     }
-    wanted |= {name: (x, *kinds[name]) for name, x in others.items()}
-    for name, (x, shape, dtype) in wanted.items():
-        found = f"{name}: found {list(x.shape)} {x.dtype} on {x.device}"
-        torch._check(
-            tuple(x.shape) == shape and x.dtype == dtype and x.device == q.device,
-            lambda found=found, shape=shape, dtype=dtype: (
-                f"{found}, want {list(shape)} {dtype} on {q.device}"
-            ),
-        )
-    torch._check(
-        kv_heads > 0 and q_heads % kv_heads == 0,
-        lambda: f"q: found {q_heads} heads, want a multiple of the {kv_heads} of k_blk",
-    )
-    torch._check(window is None or window >= 1, lambda: f"window: found {window}, want >= 1")
-    for name in ("dk_ctx", "dv_ctx", "lse"):
-        if name in others:
-            x = others[name]
-            torch._check(x.is_contiguous(), lambda name=name: f"{name}: want it to be contiguous")
+    named = dict(zip(list(kinds)[:6], (*tensors[1:], *ranges), strict=True)) | others
+    for name, x in named.items():
+        shape, dtype = kinds[name]
+        if x.shape != shape or x.dtype != dtype or x.device != q.device:
+            raise RuntimeError(
+                f"{name}: found {list(x.shape)} {x.dtype} on {x.device}, "
+                f"want {list(shape)} {dtype} on {q.device}"
+            )
+        if name in ("lse", "dk_ctx", "dv_ctx") and not x.is_contiguous():
+            raise RuntimeError(f"{name}: found strides {x.stride()}, want contiguous")
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise RuntimeError(f"q: found {q_heads} heads, want a multiple of the {kv_heads} of k_blk")
+    if window is not None and window < 1:
+        raise RuntimeError(f"window: found {window}, want >= 1")
 
 
 def use_triton(q: Tensor, scale: float) -> bool:
@@ -108,7 +102,8 @@ def forward(
     from dflash_ext.ops.block_attention import triton
 
     problem = problem_of(tensors, scale, window, causal)
-    return triton.forward(problem, tensors, [x.contiguous() for x in ranges])
+    with torch.cuda.device(q.device):
+        return triton.forward(problem, tensors, [x.contiguous() for x in ranges])
 
 
 def backward(
@@ -141,7 +136,49 @@ def backward(
 
     problem = problem_of(tensors, scale, window, causal)
     ranges = [x.contiguous() for x in ranges]
-    return triton.backward(problem, grad_out, tensors, out, lse, ranges, dk_ctx, dv_ctx)
+    with torch.cuda.device(q.device):
+        return triton.backward(problem, grad_out, tensors, out, lse, ranges, dk_ctx, dv_ctx)
+
+
+def gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k_ctx: Tensor,
+    v_ctx: Tensor,
+    k_blk: Tensor,
+    v_blk: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ctx_start: Tensor,
+    ctx_end: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk_ctx, dv_ctx, dk_blk, dv_blk), where nothing else adds to the context's gradients."""
+    tensors, ranges = [q, k_ctx, v_ctx, k_blk, v_blk], [ctx_start, ctx_end]
+    if q.numel() == 0 or not use_triton(q, scale):
+        dtype = accumulate_dtype(q.dtype)
+        dk_ctx, dv_ctx = (
+            torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (k_ctx, v_ctx)
+        )
+        dq, dk_blk, dv_blk = torch.ops.dflash_ext.block_attention_backward.default(
+            grad_out, *tensors, out, lse, *ranges, dk_ctx, dv_ctx,
+            scale=scale, window=window, causal=causal,
+        )  # fmt: skip
+        return dq, dk_ctx.to(q.dtype), dv_ctx.to(q.dtype), dk_blk, dv_blk
+    from dflash_ext.ops.block_attention import triton
+
+    check(tensors, ranges, window, {"grad_out": grad_out, "out": out, "lse": lse})
+    problem = problem_of(tensors, scale, window, causal)
+    ranges = [x.contiguous() for x in ranges]
+    dk_ctx, dv_ctx = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_ctx, v_ctx))
+    with torch.cuda.device(q.device):
+        dq, dk_blk, dv_blk = triton.backward(
+            problem, grad_out, tensors, out, lse, ranges, dk_ctx, dv_ctx, add=False
+        )
+    return dq, dk_ctx, dv_ctx, dk_blk, dv_blk
 
 
 def register_devices() -> None:
@@ -149,3 +186,4 @@ def register_devices() -> None:
     for key in ("CUDA", "default"):
         torch.library.impl("dflash_ext::block_attention", key)(forward)
         torch.library.impl("dflash_ext::block_attention_backward", key)(backward)
+    torch.library.impl("dflash_ext::block_attention_gradients", "default")(gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 from typing import Any
@@ -10,16 +11,20 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dflash_ext import _C
 from dflash_ext.ops.block_attention.triton_backward import (
     context_kernel,
     prepare_kernel,
     query_kernel,
+    sight_kernel,
 )
 from dflash_ext.ops.block_attention.triton_forward import forward_kernel
 
 ANCHOR_CHUNK = 1024  # blocks whose ranges a program of context_kernel looks at together
 MIN_DOT = 16  # least size of a product's operand
+HOPPER_KEYS = 128  # a tile of context keys in the CUDA kernel
 LARGE_SHARED_MEMORY = 227 * 1024  # of a block: Hopper, data center Blackwell
 
 
@@ -39,6 +44,8 @@ class Config:
     query: Tiles
     context: Tiles
     prepare: Tiles
+    copy_engine: bool = False  # TMA where the shapes allow it
+    hopper: bool = False  # the CUDA kernel for the context's gradients where the shapes allow it
 
 
 def choose_config(dtype: torch.dtype, dim: int, shared_memory: int) -> Config:
@@ -55,15 +62,21 @@ def choose_config(dtype: torch.dtype, dim: int, shared_memory: int) -> Config:
     if shared_memory < LARGE_SHARED_MEMORY:
         walk = Tiles(64, 64, 4, 2)
         return Config(walk, walk, Tiles(32, 64, 4, 2), Tiles(64, 0, 4, 1))
-    return Config(
-        Tiles(128, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(32, 128, 8, 3), Tiles(64, 0, 4, 1)
-    )
+    walk = Tiles(64, 64, 4, 3)
+    return Config(walk, Tiles(128, 64, 8, 3), Tiles(32, 64, 4, 3), Tiles(64, 0, 4, 1), True)
+
+
+@functools.cache
+def device_config(device: torch.device, dtype: torch.dtype, dim: int) -> Config:
+    facts = torch.cuda.get_device_properties(device)
+    limit = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    built = "9.0a" in _C.archs and torch.cuda.get_device_capability(device) == (9, 0)
+    config = choose_config(dtype, dim, limit)
+    return dataclasses.replace(config, hopper=built and dtype != torch.float32)
 
 
 def config_for(q: Tensor) -> Config:
-    facts = torch.cuda.get_device_properties(q.device)
-    limit = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return choose_config(q.dtype, q.shape[3], limit)
+    return device_config(q.device, q.dtype, q.shape[3])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +108,19 @@ class Problem:
         }
 
 
+def fits_hopper(problem: Problem, *tensors: Tensor) -> bool:
+    """Whether the CUDA kernel takes these: heads of 64 or 128, tensors that TMA can read."""
+    rows = problem.blocks * problem.slots * problem.kv_heads * problem.group
+    return (
+        problem.dim in (64, 128)
+        and problem.group <= 64
+        and rows < 2**31
+        and all(x.data_ptr() % 16 == 0 for x in tensors)
+        and all(0 < s < 2**31 and s % 8 == 0 for x in tensors for s in x.stride()[:2])
+        and all(x.stride(-2) * x.shape[-2] < 2**31 for x in tensors)
+    )
+
+
 def context_strides(k_ctx: Tensor, v_ctx: Tensor) -> dict[str, int]:
     return {
         "STRIDE_K": k_ctx.stride(0),
@@ -104,33 +130,101 @@ def context_strides(k_ctx: Tensor, v_ctx: Tensor) -> dict[str, int]:
     }
 
 
+def walk_options(problem: Problem, tiles: Tiles, strides: dict[str, int]) -> dict[str, Any]:
+    """Options of the kernels that walk the keys of a tile of rows."""
+    own = min(tiles.rows // (problem.slots * problem.group) + 1, 2) * problem.slots
+    return {
+        **problem.constants(),
+        **strides,
+        "CAUSAL": problem.causal,
+        "BLOCK_M": tiles.rows,
+        "BLOCK_N": tiles.keys,
+        "BLOCK_O": min(tiles.keys, max(MIN_DOT, triton.next_power_of_2(own))),
+        "STAGES": tiles.stages,
+        "num_warps": tiles.warps,
+    }
+
+
+def prepare_options(problem: Problem, tiles: Tiles) -> dict[str, Any]:
+    return {
+        **problem.constants(),
+        "CAUSAL": problem.causal,
+        "BLOCK_M": tiles.rows,
+        "BLOCK_K": max(MIN_DOT, triton.next_power_of_2(problem.slots)),
+        "num_warps": tiles.warps,
+    }
+
+
+def sight_options(problem: Problem, keys: int) -> dict[str, Any]:
+    return {
+        "K": problem.slots,
+        "WINDOW": problem.window is not None,
+        "BLOCK_N": keys,
+        "CHUNK": ANCHOR_CHUNK,
+        "num_warps": 4,
+    }
+
+
+def context_options(
+    problem: Problem, tiles: Tiles, strides: dict[str, int], add: bool
+) -> dict[str, Any]:
+    return {
+        **problem.constants(),
+        **strides,
+        "BLOCK_M": tiles.rows,
+        "BLOCK_N": tiles.keys,
+        "ADD": add,
+        "STAGES": tiles.stages,
+        "num_warps": tiles.warps,
+    }
+
+
+def tile_descriptor(x: Tensor, rows: int, problem: Problem, config: Config) -> Any:
+    """Of tiles of `rows` rows of a head of x [rows, heads, D] for the copy engine, or None."""
+    aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:2])
+    whole = problem.constants()["BLOCK_D"] == problem.dim
+    if not (config.copy_engine and aligned and whole and x.shape[0] >= rows):
+        return None
+    columns = (x.shape[1] - 1) * x.stride(1) + problem.dim
+    return TensorDescriptor(x, [x.shape[0], columns], [x.stride(0), 1], [rows, problem.dim])
+
+
 _first_launch = threading.Lock()
-_launched: set[tuple] = set()
+_compiled: dict[tuple, Any] = {}
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """Launches once threads have agreed on who compiles: Triton's caches are not theirs to share.
+    """Launches on the current device once threads have agreed on who compiles.
 
-    The first launch of what may be a new specialisation holds a lock that later ones do not take:
-    a launch can wait for its GPU, and that must not hold up the thread of another.
+    Triton's caches are not theirs to share, so the first launch of what may be a specialisation of
+    its own holds a lock. Later ones do not: a launch can wait for its GPU, and that must not hold
+    up the thread of another. They also skip Triton's binding of arguments, most of a launch's time.
     """
-    device = arguments[0].device
     if programs == 0:
         return
-    alignment = tuple(x.data_ptr() % 16 == 0 for x in arguments if isinstance(x, Tensor))
-    key = (kernel.fn, device, arguments[0].dtype, alignment, tuple(options.items()))
-    with torch.cuda.device(device):
-        if key in _launched:
-            kernel[(programs,)](*arguments, **options)
-            return
+    kinds = tuple(
+        (x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else type(x) for x in arguments
+    )
+    key = (kernel.fn, arguments[0].device, kinds, tuple(options.items()))
+    compiled = _compiled.get(key)
+    if compiled is None:
         with _first_launch:
-            kernel[(programs,)](*arguments, **options)
-            _launched.add(key)
+            _compiled[key] = kernel[(programs,)](*arguments, **options)
+        return
+    constants = [options[name] for name in kernel.arg_names[len(arguments) :]]
+    compiled[(programs, 1, 1)](*arguments, *constants)
 
 
-def rows_contiguous(x: Tensor) -> Tensor:
-    """x itself if its last dimension is contiguous and its strides are positive, else a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def prepare_inputs(tensors: list[Tensor]) -> list[Tensor]:
+    """Contiguous, except that rows and heads of the context may have any stride."""
+    q, k_ctx, v_ctx, k_blk, v_blk = tensors
+    k_ctx, v_ctx = (x if x.stride(2) == 1 else x.contiguous() for x in (k_ctx, v_ctx))
+    return [q.contiguous(), k_ctx, v_ctx, k_blk.contiguous(), v_blk.contiguous()]
+
+
+def scalars(problem: Problem) -> tuple[float, int, int, int]:
+    """Scale of scores in powers of 2, blocks, tokens, window."""
+    return problem.scale * math.log2(math.e), problem.blocks, problem.tokens, problem.window or 0
 
 
 def forward(
@@ -138,18 +232,16 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of q, k_ctx, v_ctx, k_blk, v_blk and ctx_start, ctx_end."""
     q, k_ctx, v_ctx, k_blk, v_blk = prepare_inputs(tensors)
+    config = config or config_for(q)
+    tiles = config.forward
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    tiles = (config or config_for(q)).forward
+    described = (tile_descriptor(x, tiles.keys, problem, config) for x in (k_ctx, v_ctx))
     launch(
         forward_kernel,
         triton.cdiv(problem.rows, tiles.rows) * problem.kv_heads,
-        *(q, k_ctx, v_ctx, k_blk, v_blk, *ranges, out, lse),
-        *scalars(problem),
-        **problem.constants(),
-        **context_strides(k_ctx, v_ctx),
-        CAUSAL=problem.causal,
-        **walk_options(problem, tiles),
+        *(q, k_ctx, v_ctx, *described, k_blk, v_blk, *ranges, out, lse, *scalars(problem)),
+        **walk_options(problem, tiles, context_strides(k_ctx, v_ctx)),
     )
     return out, lse
 
@@ -163,69 +255,53 @@ def backward(
     ranges: list[Tensor],
     dk_ctx: Tensor,
     dv_ctx: Tensor,
+    *,
+    add: bool = True,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk_blk, dv_blk); adds to dk_ctx and dv_ctx."""
+    """(dq, dk_blk, dv_blk); adds to dk_ctx and dv_ctx, or writes them."""
     q, k_ctx, v_ctx, k_blk, v_blk = prepare_inputs(tensors)
     grad_out, out = grad_out.contiguous(), out.contiguous()
-    delta = torch.empty_like(lse)
-    dq, dk_blk, dv_blk = (torch.empty_like(x) for x in (q, k_blk, v_blk))
     config = config or config_for(q)
-    constants, strides = problem.constants(), context_strides(k_ctx, v_ctx)
-    scale, blocks, tokens, window = scalars(problem)
+    dq, dk_blk, dv_blk = (torch.empty_like(x) for x in (q, k_blk, v_blk))
+    shift, delta = (torch.empty_like(lse) for _ in range(2))
+    facts = scalars(problem)
+    scale, blocks, tokens, window = facts
+    strides = context_strides(k_ctx, v_ctx)
     launch(
         prepare_kernel,
         problem.blocks * problem.kv_heads,
-        *(q, k_blk, v_blk, out, grad_out, lse, delta, dk_blk, dv_blk, scale, blocks, window),
-        **constants,
-        CAUSAL=problem.causal,
-        BLOCK_M=config.prepare.rows,
-        BLOCK_K=max(MIN_DOT, triton.next_power_of_2(problem.slots)),
-        num_warps=config.prepare.warps,
+        *(q, k_blk, v_blk, out, grad_out, lse, shift, delta, dk_blk, dv_blk),
+        *(scale, blocks, window),
+        **prepare_options(problem, config.prepare),
     )
+    described = (tile_descriptor(x, config.query.keys, problem, config) for x in (k_ctx, v_ctx))
     launch(
         query_kernel,
         triton.cdiv(problem.rows, config.query.rows) * problem.kv_heads,
-        *(q, k_ctx, v_ctx, k_blk, v_blk, *ranges, grad_out, lse, delta, dq),
-        *(scale, blocks, tokens, window),
-        **constants,
-        **strides,
-        CAUSAL=problem.causal,
-        **walk_options(problem, config.query),
+        *(q, k_ctx, v_ctx, *described, k_blk, v_blk, *ranges, grad_out, shift, delta, dq, *facts),
+        **walk_options(problem, config.query, strides),
     )
+    hopper = config.hopper and fits_hopper(problem, q, k_ctx, v_ctx, grad_out)
+    keys = HOPPER_KEYS if hopper else config.context.keys
+    tiles = triton.cdiv(problem.tokens, keys)
+    sight = torch.empty((tiles, 4), dtype=torch.int32, device=q.device)
+    launch(
+        sight_kernel,
+        tiles,
+        *(*ranges, sight, blocks, tokens, window),
+        **sight_options(problem, keys),
+    )
+    if hopper:
+        torch.ops.dflash_ext.block_attention_context_gradients(
+            q, grad_out, shift, delta, k_ctx, v_ctx, *ranges, sight, dk_ctx, dv_ctx,
+            scale=problem.scale, window=problem.window, add=add,
+        )  # fmt: skip
+        return dq, dk_blk, dv_blk
     launch(
         context_kernel,
-        triton.cdiv(problem.tokens, config.context.keys) * problem.kv_heads,
-        *(q, k_ctx, v_ctx, *ranges, grad_out, lse, delta, dk_ctx, dv_ctx),
-        *(scale, blocks, tokens, window),
-        **constants,
-        **strides,
-        BLOCK_M=config.context.rows,
-        BLOCK_N=config.context.keys,
-        CHUNK=ANCHOR_CHUNK,
-        STAGES=config.context.stages,
-        num_warps=config.context.warps,
+        tiles * problem.kv_heads,
+        *(q, k_ctx, v_ctx, *ranges, sight, grad_out, shift, delta, dk_ctx, dv_ctx, *facts),
+        **context_options(problem, config.context, strides, add),
     )
     return dq, dk_blk, dv_blk
-
-
-def prepare_inputs(tensors: list[Tensor]) -> list[Tensor]:
-    q, k_ctx, v_ctx, k_blk, v_blk = tensors
-    context = [rows_contiguous(x) for x in (k_ctx, v_ctx)]
-    return [q.contiguous(), *context, k_blk.contiguous(), v_blk.contiguous()]
-
-
-def scalars(problem: Problem) -> tuple[float, int, int, int]:
-    """Scale of scores in powers of 2, blocks, tokens, window."""
-    return problem.scale * math.log2(math.e), problem.blocks, problem.tokens, problem.window or 0
-
-
-def walk_options(problem: Problem, tiles: Tiles) -> dict[str, int]:
-    own = min(tiles.rows // (problem.slots * problem.group) + 1, 2) * problem.slots
-    return {
-        "BLOCK_M": tiles.rows,
-        "BLOCK_N": tiles.keys,
-        "BLOCK_O": min(tiles.keys, max(MIN_DOT, triton.next_power_of_2(own))),
-        "STAGES": tiles.stages,
-        "num_warps": tiles.warps,
-    }

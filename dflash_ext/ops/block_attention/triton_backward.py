@@ -13,6 +13,7 @@ import triton.language as tl
 from dflash_ext.ops.block_attention.triton_forward import (
     LOG2_E,
     key_ranges,
+    load_keys,
     load_rows,
     masked_at,
     masked_tiles,
@@ -24,10 +25,10 @@ from dflash_ext.ops.block_attention.triton_forward import (
 
 
 @triton.jit
-def score_gradients(scores, products, lse, delta, mask, scale, MASKED: tl.constexpr):
-    """(probabilities, gradients of the scores) from q k^T and grad_out v^T; lse in powers of 2."""
-    probs = tl.exp2(scores * scale - lse)
-    gradients = probs * (products - delta)
+def score_gradients(exponents, gradients, mask, MASKED: tl.constexpr):
+    """(probabilities, gradients of the scores) from powers of 2 and grad_out v^T - delta."""
+    probs = tl.exp2(exponents)
+    gradients = probs * gradients
     if MASKED:
         probs = tl.where(mask, probs, 0.0)
         gradients = tl.where(mask, gradients, 0.0)
@@ -36,7 +37,7 @@ def score_gradients(scores, products, lse, delta, mask, scale, MASKED: tl.conste
 
 @triton.jit(do_not_specialize=["blocks", "window"])
 def prepare_kernel(
-    q, k_blk, v_blk, out, grad_out, lse, delta, dk_blk, dv_blk, scale, blocks, window,
+    q, k_blk, v_blk, out, grad_out, lse, shift, delta, dk_blk, dv_blk, scale, blocks, window,
     KV_HEADS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -59,14 +60,15 @@ def prepare_kernel(
         q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
         grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
         outs = load_rows(out, lines * D, there, D, BLOCK_D, True)
-        row_delta = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
-        tl.store(delta + lines, row_delta, mask=there)
-        row_lse = tl.load(lse + lines, mask=there, other=0.0) * LOG2_E
+        sums = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
+        logs = tl.load(lse + lines, mask=there, other=0.0) * LOG2_E
+        tl.store(shift + lines, -logs, mask=there)
+        tl.store(delta + lines, -sums, mask=there)
         row_block = tl.where(there, block, -1)
         mask = own_mask(row_block, slot, keys, (block + 1) * K, window, K, WINDOW, CAUSAL)
         probs, ds = score_gradients(
-            product(q_tile, tl.trans(k)), product(grads, tl.trans(v)),
-            row_lse[:, None], row_delta[:, None], mask, scale, True,
+            product(q_tile, tl.trans(k)) * scale - logs[:, None],
+            product(grads, tl.trans(v)) - sums[:, None], mask, True,
         )  # fmt: skip
         dv += product(tl.trans(probs.to(v.dtype)), grads)
         dk += product(tl.trans(ds.to(k.dtype)), q_tile)
@@ -76,7 +78,8 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "tokens", "window"])
 def query_kernel(
-    q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, grad_out, lse, delta, dq,
+    q, k_ctx, v_ctx, k_tiles, v_tiles, k_blk, v_blk, ctx_start, ctx_end, grad_out, shift,
+    delta, dq,
     scale, blocks, tokens, window,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
     KV_HEADS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
@@ -94,7 +97,7 @@ def query_kernel(
     lines = (rows // G).to(tl.int64) * (KV_HEADS * G) + head * G + rows % G
     q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
     grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
-    row_lse = (tl.load(lse + lines, mask=there, other=0.0) * LOG2_E)[:, None]
+    row_shift = tl.load(shift + lines, mask=there, other=0.0)[:, None]
     row_delta = tl.load(delta + lines, mask=there, other=0.0)[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
@@ -107,8 +110,8 @@ def query_kernel(
         v = load_rows(v_blk, offsets, keys < own_end, D, BLOCK_D, True)
         mask = own_mask(block, slot, keys, own_end, window, K, WINDOW, CAUSAL)
         _, ds = score_gradients(
-            product(q_tile, tl.trans(k)), product(grads, tl.trans(v)),
-            row_lse, row_delta, mask, scale, True,
+            product(q_tile, tl.trans(k)) * scale + row_shift,
+            product(grads, tl.trans(v)) + row_delta, mask, True,
         )  # fmt: skip
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
 
@@ -117,11 +120,11 @@ def query_kernel(
     v_ctx += head * HEAD_V
     for at in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
         keys = at + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ctx, keys.to(tl.int64) * STRIDE_K, keys < last, D, BLOCK_D, False)
-        v = load_rows(v_ctx, keys.to(tl.int64) * STRIDE_V, keys < last, D, BLOCK_D, False)
+        k = load_keys(k_ctx, k_tiles, at, head * HEAD_K, STRIDE_K, D, BLOCK_D, BLOCK_N)
+        v = load_keys(v_ctx, v_tiles, at, head * HEAD_V, STRIDE_V, D, BLOCK_D, BLOCK_N)
         _, ds = score_gradients(
-            product(q_tile, tl.trans(k)), product(grads, tl.trans(v)),
-            row_lse, row_delta, keys, scale, False,
+            product(q_tile, tl.trans(k)) * scale + row_shift,
+            product(grads, tl.trans(v)) + row_delta, keys, False,
         )  # fmt: skip
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
     for i in tl.range(0, masked_tiles(begin, full_begin, full_end, last, BLOCK_N), num_stages=1):
@@ -132,44 +135,11 @@ def query_kernel(
         k = load_rows(k_ctx, keys.to(tl.int64) * STRIDE_K, seen, D, BLOCK_D, True)
         v = load_rows(v_ctx, keys.to(tl.int64) * STRIDE_V, seen, D, BLOCK_D, True)
         _, ds = score_gradients(
-            product(q_tile, tl.trans(k)), product(grads, tl.trans(v)),
-            row_lse, row_delta, mask, scale, True,
+            product(q_tile, tl.trans(k)) * scale + row_shift,
+            product(grads, tl.trans(v)) + row_delta, mask, True,
         )  # fmt: skip
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
     store_rows(dq, lines * D, there, acc * (scale / LOG2_E), D, BLOCK_D)
-
-
-@triton.jit
-def seeing_blocks(
-    ctx_start, ctx_end, blocks, tokens, window, begin, stop,
-    K: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """(first, full, partial, last): rows of keys [begin, stop) are those of blocks [first, last).
-
-    All slots of blocks [full, partial) see all the keys; other blocks may see some or none.
-    """
-    first, last, full = blocks, 0, blocks
-    for at in tl.range(0, blocks, CHUNK, num_stages=1):
-        block = at + tl.arange(0, CHUNK)
-        start, end, all_start = context_of(
-            ctx_start, ctx_end, block, blocks, tokens, window, K, WINDOW
-        )
-        sees = (start < stop) & (end > begin) & (start < end)
-        sees_all = (all_start <= begin) & (end >= stop)
-        first = tl.minimum(first, tl.min(tl.where(sees, block, blocks), 0))
-        last = tl.maximum(last, tl.max(tl.where(sees, block + 1, 0), 0))
-        full = tl.minimum(full, tl.min(tl.where(sees_all, block, blocks), 0))
-    partial = last
-    for at in tl.range(0, blocks, CHUNK, num_stages=1):
-        block = at + tl.arange(0, CHUNK)
-        start, end, all_start = context_of(
-            ctx_start, ctx_end, block, blocks, tokens, window, K, WINDOW
-        )
-        sees_all = (all_start <= begin) & (end >= stop)
-        ends = (block > full) & (block < blocks) & (sees_all == 0)
-        partial = tl.minimum(partial, tl.min(tl.where(ends, block, blocks), 0))
-    full = tl.minimum(full, last)
-    return first, full, tl.maximum(partial, full), last
 
 
 @triton.jit
@@ -189,32 +159,64 @@ def context_of(
     return start.to(tl.int32), end.to(tl.int32), last_start.to(tl.int32)
 
 
-@triton.jit
-def add_rows(base, offsets, there, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    column = tl.arange(0, BLOCK_D)
-    at = base + offsets[:, None] + column[None, :]
-    mask = there[:, None] & (column < D)[None, :]
-    tl.store(at, tl.load(at, mask=mask, other=0.0) + x, mask=mask)
+@triton.jit(do_not_specialize=["blocks", "tokens", "window"])
+def sight_kernel(
+    ctx_start, ctx_end, sight, blocks, tokens, window,
+    K: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """(first, full, partial, last) of each tile of keys: those that see some of it are among the
+    blocks [first, last), and all slots of blocks [full, partial) see all of it."""
+    begin = tl.program_id(0) * BLOCK_N
+    stop = tl.minimum(begin + BLOCK_N, tokens)
+    first, last, full = blocks, 0, blocks
+    for at in tl.range(0, blocks, CHUNK, num_stages=1):
+        block = at + tl.arange(0, CHUNK)
+        start, end, last_start = context_of(
+            ctx_start, ctx_end, block, blocks, tokens, window, K, WINDOW
+        )
+        sees = (start < stop) & (end > begin) & (start < end)
+        sees_all = (last_start <= begin) & (end >= stop)
+        first = tl.minimum(first, tl.min(tl.where(sees, block, blocks), 0))
+        last = tl.maximum(last, tl.max(tl.where(sees, block + 1, 0), 0))
+        full = tl.minimum(full, tl.min(tl.where(sees_all, block, blocks), 0))
+    partial = last
+    for at in tl.range(0, blocks, CHUNK, num_stages=1):
+        block = at + tl.arange(0, CHUNK)
+        _, end, last_start = context_of(
+            ctx_start, ctx_end, block, blocks, tokens, window, K, WINDOW
+        )
+        sees_all = (last_start <= begin) & (end >= stop)
+        ends = (block > full) & (block < blocks) & (sees_all == 0)
+        partial = tl.minimum(partial, tl.min(tl.where(ends, block, blocks), 0))
+    full = tl.minimum(full, last)
+    to = sight + tl.program_id(0) * 4
+    tl.store(to, first)
+    tl.store(to + 1, full)
+    tl.store(to + 2, tl.maximum(partial, full))
+    tl.store(to + 3, last)
 
 
 @triton.jit(do_not_specialize=["blocks", "tokens", "window"])
 def context_kernel(
-    q, k_ctx, v_ctx, ctx_start, ctx_end, grad_out, lse, delta, dk_ctx, dv_ctx,
+    q, k_ctx, v_ctx, ctx_start, ctx_end, sight, grad_out, shift, delta, dk_ctx, dv_ctx,
     scale, blocks, tokens, window,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
     KV_HEADS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ADD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV_HEADS
-    begin = tl.program_id(0) // KV_HEADS * BLOCK_N
+    tile = tl.program_id(0) // KV_HEADS
+    begin = tile * BLOCK_N
     stop = tl.minimum(begin + BLOCK_N, tokens)
-    first, full, partial, last = seeing_blocks(
-        ctx_start, ctx_end, blocks, tokens, window, begin, stop, K, WINDOW, CHUNK
-    )
-    if first >= last:
-        return
+    first = tl.load(sight + tile * 4)
+    full = tl.load(sight + tile * 4 + 1)
+    partial = tl.load(sight + tile * 4 + 2)
+    last = tl.load(sight + tile * 4 + 3)
+    if ADD:  # noqa: SIM102  (known to the compiler, unlike the rest)
+        if first >= last:
+            return
     keys = begin + tl.arange(0, BLOCK_N)
     wide = keys.to(tl.int64)
     k = load_rows(k_ctx + head * HEAD_K, wide * STRIDE_K, keys < stop, D, BLOCK_D, True)
@@ -230,11 +232,9 @@ def context_kernel(
         lines = (rows // G).to(tl.int64) * (KV_HEADS * G) + head * G + rows % G
         q_tile = load_rows(q, lines * D, rows >= 0, D, BLOCK_D, False)
         grads = load_rows(grad_out, lines * D, rows >= 0, D, BLOCK_D, False)
-        row_lse = tl.load(lse + lines) * LOG2_E
-        row_delta = tl.load(delta + lines)
         probs, ds = score_gradients(
-            product(k, tl.trans(q_tile)), product(v, tl.trans(grads)),
-            row_lse[None, :], row_delta[None, :], rows, scale, False,
+            product(k, tl.trans(q_tile)) * scale + tl.load(shift + lines)[None, :],
+            product(v, tl.trans(grads)) + tl.load(delta + lines)[None, :], rows, False,
         )  # fmt: skip
         dv = tl.dot(probs.to(v.dtype), grads, dv, input_precision="ieee")
         dk = tl.dot(ds.to(k.dtype), q_tile, dk, input_precision="ieee")
@@ -252,15 +252,19 @@ def context_kernel(
         lines = (rows // G).to(tl.int64) * (KV_HEADS * G) + head * G + rows % G
         q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
         grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
-        row_lse = tl.load(lse + lines, mask=there, other=0.0) * LOG2_E
+        row_shift = tl.load(shift + lines, mask=there, other=0.0)
         row_delta = tl.load(delta + lines, mask=there, other=0.0)
         mask = (keys[:, None] >= row_first[None, :]) & (keys[:, None] < row_end[None, :])
         probs, ds = score_gradients(
-            product(k, tl.trans(q_tile)), product(v, tl.trans(grads)),
-            row_lse[None, :], row_delta[None, :], mask, scale, True,
+            product(k, tl.trans(q_tile)) * scale + row_shift[None, :],
+            product(v, tl.trans(grads)) + row_delta[None, :], mask, True,
         )  # fmt: skip
         dv = tl.dot(probs.to(v.dtype), grads, dv, input_precision="ieee")
         dk = tl.dot(ds.to(k.dtype), q_tile, dk, input_precision="ieee")
     offsets = (wide * KV_HEADS + head) * D
-    add_rows(dk_ctx, offsets, keys < stop, dk * (scale / LOG2_E), D, BLOCK_D)
-    add_rows(dv_ctx, offsets, keys < stop, dv, D, BLOCK_D)
+    dk *= scale / LOG2_E
+    if ADD:
+        dk += load_rows(dk_ctx, offsets, keys < stop, D, BLOCK_D, True)
+        dv += load_rows(dv_ctx, offsets, keys < stop, D, BLOCK_D, True)
+    store_rows(dk_ctx, offsets, keys < stop, dk, D, BLOCK_D)
+    store_rows(dv_ctx, offsets, keys < stop, dv, D, BLOCK_D)

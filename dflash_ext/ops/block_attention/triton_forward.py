@@ -70,6 +70,22 @@ def load_rows(base, offsets, there, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK
 
 
 @triton.jit
+def load_keys(
+    base, tiles, row, column, STRIDE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows that are all there, by the copy engine if there is a descriptor of the tiles.
+
+    `base` points to the column.
+    """
+    if tiles is None:
+        rows = (row + tl.arange(0, BLOCK_N)).to(tl.int64)
+        return load_rows(base, rows * STRIDE, rows >= 0, D, BLOCK_D, False)
+    else:
+        return tiles.load([row, column])
+
+
+@triton.jit
 def store_rows(base, offsets, there, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
     column = tl.arange(0, BLOCK_D)
     at = base + offsets[:, None] + column[None, :]
@@ -125,7 +141,8 @@ def masked_tiles(begin, full_begin, full_end, last, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks", "tokens", "window"])
 def forward_kernel(
-    q, k_ctx, v_ctx, k_blk, v_blk, ctx_start, ctx_end, out, lse, scale, blocks, tokens, window,
+    q, k_ctx, v_ctx, k_tiles, v_tiles, k_blk, v_blk, ctx_start, ctx_end, out, lse,
+    scale, blocks, tokens, window,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
     KV_HEADS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
@@ -165,9 +182,9 @@ def forward_kernel(
     v_ctx += head * HEAD_V
     for at in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
         keys = at + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ctx, keys.to(tl.int64) * STRIDE_K, keys < last, D, BLOCK_D, False)
+        k = load_keys(k_ctx, k_tiles, at, head * HEAD_K, STRIDE_K, D, BLOCK_D, BLOCK_N)
         scores = product(q_tile, tl.trans(k))
-        v = load_rows(v_ctx, keys.to(tl.int64) * STRIDE_V, keys < last, D, BLOCK_D, False)
+        v = load_keys(v_ctx, v_tiles, at, head * HEAD_V, STRIDE_V, D, BLOCK_D, BLOCK_N)
         acc, total, top = attend(acc, total, top, scores, v, keys, scale, False)
     for i in tl.range(0, masked_tiles(begin, full_begin, full_end, last, BLOCK_N), num_stages=1):
         keys = masked_at(i, begin, full_begin, full_end, BLOCK_N) + tl.arange(0, BLOCK_N)

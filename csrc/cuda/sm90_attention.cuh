@@ -1,0 +1,150 @@
+// Warpgroup products of attention: names for PTX instructions, no more.
+#pragma once
+
+#include "sm90.cuh"
+
+namespace dflash::sm90 {
+
+// Shared memory operand whose contiguous dimension is not K: rows of 64 16-bit elements, one for
+// each element of K, 128-byte swizzle; the next 64 elements are `columns` bytes further.
+__device__ __forceinline__ uint64_t operand_across(uint32_t address, uint32_t columns) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kEightRows | uint64_t{columns >> 4} << 16 | (address >> 4 & 0x3fff);
+}
+
+constexpr uint64_t kAcrossStep = 16 * 128 >> 4;  // 16 elements further in K
+
+// clang-format off
+#define DFLASH_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+                     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define DFLASH_D32(i) DFLASH_D8(i), DFLASH_D8(i + 8), DFLASH_D8(i + 16), DFLASH_D8(i + 24)
+
+#define DFLASH_WGMMA_SHARED_N64(type)                                                          \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                \
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {"                \
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "        \
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31" \
+               "}, %32, %33, add, 1, 1, 0, 0;\n}"                                              \
+               : DFLASH_D32(0)                                                                 \
+               : "l"(a), "l"(b), "r"(add))
+
+#define DFLASH_WGMMA_SHARED_N128(type)                                                         \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                \
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {"               \
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "        \
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63" \
+               "}, %64, %65, add, 1, 1, 0, 0;\n}"                                              \
+               : DFLASH_D32(0), DFLASH_D32(32)                                                 \
+               : "l"(a), "l"(b), "r"(add))
+
+#define DFLASH_WGMMA_REGISTERS_N64(type)                                                       \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"                                \
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {"                \
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "        \
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31" \
+               "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"                                \
+               : DFLASH_D32(0)                                                                 \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+
+#define DFLASH_WGMMA_REGISTERS_N128(type)                                                      \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"                                \
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {"               \
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "        \
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63" \
+               "}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"                                \
+               : DFLASH_D32(0), DFLASH_D32(32)                                                 \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+// clang-format on
+
+#define DFLASH_WGMMA_TYPES(product)          \
+  if constexpr (std::is_same_v<T, __half>) { \
+    product("f16");                          \
+  } else {                                   \
+    product("bf16");                         \
+  }
+
+// d[64 x N] = (add ? d : 0) + a[64 x 16] b[N x 16]^T, N = 2 * size of d; d lies as in sm90.cuh.
+template <typename T, int kSize>
+__device__ __forceinline__ void multiply(float (&d)[kSize], uint64_t a, uint64_t b, int add) {
+  if constexpr (kSize == 32) {
+    DFLASH_WGMMA_TYPES(DFLASH_WGMMA_SHARED_N64)
+  } else {
+    static_assert(kSize == 64);
+    DFLASH_WGMMA_TYPES(DFLASH_WGMMA_SHARED_N128)
+  }
+}
+
+// d[64 x N] = (add ? d : 0) + a[64 x 16] b[16 x N], b as of operand_across. Thread t of the
+// warpgroup holds in a[2 c + h] row 16 (t / 32) + 8 h + t % 32 / 4, columns 8 c + 2 (t % 4) and
+// the next: what a thread has of a product, rounded, is its part of an operand.
+template <typename T, int kSize>
+__device__ __forceinline__ void multiply(float (&d)[kSize], const uint32_t* a, uint64_t b,
+                                         int add) {
+  if constexpr (kSize == 32) {
+    DFLASH_WGMMA_TYPES(DFLASH_WGMMA_REGISTERS_N64)
+  } else {
+    static_assert(kSize == 64);
+    DFLASH_WGMMA_TYPES(DFLASH_WGMMA_REGISTERS_N128)
+  }
+}
+
+#undef DFLASH_D8
+#undef DFLASH_D32
+#undef DFLASH_WGMMA_SHARED_N64
+#undef DFLASH_WGMMA_SHARED_N128
+#undef DFLASH_WGMMA_REGISTERS_N64
+#undef DFLASH_WGMMA_REGISTERS_N128
+#undef DFLASH_WGMMA_TYPES
+
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// Box at element (x, y, z) of a tensor into this block's shared memory.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int x, int y,
+                                         int z, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(target),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+// Makes this thread's writes to shared memory visible to products and tensor copies.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  } else {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+  }
+}
+
+// An arrival that releases what this thread wrote to shared memory.
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+}  // namespace dflash::sm90
