@@ -142,9 +142,4 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
-// An arrival that releases what this thread wrote to shared memory.
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 }  // namespace dflash::sm90
