@@ -59,11 +59,12 @@ def choose_config(dtype: torch.dtype, dim: int, shared_memory: int) -> Config:
     if dim > 128:
         walk = Tiles(64, 32, 4, 1)
         return Config(walk, walk, Tiles(32, 64, 8, 1), Tiles(32, 0, 4, 1))
+    context = Tiles(32, 64, 8, 2)
     if shared_memory < LARGE_SHARED_MEMORY:
         walk = Tiles(64, 64, 8, 2)
-        return Config(walk, walk, Tiles(32, 64, 8, 2), Tiles(64, 0, 4, 1))
+        return Config(walk, walk, context, Tiles(64, 0, 4, 1))
     walk = Tiles(64, 64, 4, 3)
-    return Config(walk, Tiles(128, 64, 8, 3), Tiles(32, 128, 8, 3), Tiles(64, 0, 4, 1), True)
+    return Config(walk, Tiles(128, 64, 8, 3), context, Tiles(64, 0, 4, 1), True)
 
 
 @functools.cache
