@@ -74,7 +74,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: found {error.strerror}, want an exported drafter") from None
+        inside = folder / "export"  # the folder of a run is easily taken for it
+        want = f"the drafter in {inside}" if inside.is_dir() else "an exported drafter"
+        raise UserError(f"{path}: found {error.strerror}, want {want}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: found no JSON ({error}), want an exported drafter") from None
     if not isinstance(config, dict):
@@ -246,6 +248,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _step(text: str) -> Step:
+    if text != "best" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"found {text!r}, want a whole number or best")
     return "best" if text == "best" else int(text)
 
 

@@ -152,13 +152,15 @@ def quiet_hub() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' own progress bars: the commands draw one of their own."""
-    from transformers.utils import logging
+    """Without transformers' own progress bars and reports: the commands have their own."""
+    from transformers.utils import logging as reports
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown, level = reports.is_progress_bar_enabled(), reports.get_verbosity()
+    reports.disable_progress_bar()
+    reports.set_verbosity_error()
     try:
         yield
     finally:
+        reports.set_verbosity(level)
         if shown:
-            logging.enable_progress_bar()
+            reports.enable_progress_bar()

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,19 @@ def test_the_hub_retries_in_silence(monkeypatch, capsys, caplog) -> None:
     with pytest.raises(OSError, match="connect"):
         unreachable()
     assert len(caplog.records) == 1  # outside of our loading it is as it was
+
+
+def test_a_drafter_is_no_target(bench, tmp_path, capsys) -> None:
+    """transformers would print a table of the tensors that it misses."""
+    bench.drafter.save_pretrained(tmp_path / "x")
+    reports: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = reports.append  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        load = partial(load_target, str(tmp_path / "x"), dtype="float32", device="cpu")
+        assert run_command(load) == 2
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert "found no lm_head.weight and 1 others, want all tensors of the model" in one_line(capsys)
+    assert reports == []

@@ -11,7 +11,7 @@ from export_cases import edit_config, edit_tensors, transform
 
 from dflash_ext import wheels, zlab
 from dflash_ext.checkpoint import CheckpointManager
-from dflash_ext.config import CheckpointConfig, Config, run_command, to_dict
+from dflash_ext.config import CheckpointConfig, Config, UserError, run_command, to_dict
 from dflash_ext.data.conversations import Example
 from dflash_ext.export import main, read_config
 from dflash_ext.export_check import ExportError, check_export
@@ -90,6 +90,18 @@ def test_mistakes_are_one_line_and_code_2(error, run_dir, tmp_path, capsys):
     assert captured.out == ""
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert not (tmp_path / "x").exists() and (other / "config.json").exists()
+
+
+@pytest.mark.parametrize("step", ["x", "-1", "1.5", ""])
+def test_a_step_that_is_none(step, run_dir, tmp_path, capsys):
+    assert command("--run", run_dir, "--out", tmp_path / "x", f"--step={step}") == 2
+    assert "want a whole number or best" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_run_is_no_drafter(tmp_path):
+    (tmp_path / "run" / "export").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"want the drafter in .*run/export"):
+        read_config(tmp_path / "run")
 
 
 def test_a_checkpoint_without_a_drafter_is_one_line(tmp_path, capsys):
