@@ -57,8 +57,8 @@ def choose_config(dtype: torch.dtype, dim: int, shared_memory: int) -> Config:
         tiles = Tiles(16, 16, 4, 1) if dim > 128 else Tiles(32, 32, 4, 1)
         return Config(tiles, tiles, tiles, tiles)
     if dim > 128:
-        walk = Tiles(64, 32, 4, 1)
-        return Config(walk, walk, Tiles(32, 64, 8, 1), Tiles(32, 0, 4, 1))
+        walk = Tiles(32, 32, 4, 1)
+        return Config(walk, walk, Tiles(32, 32, 8, 1), Tiles(32, 0, 8, 1))
     context = Tiles(32, 64, 8, 2)
     if shared_memory < LARGE_SHARED_MEMORY:
         walk = Tiles(64, 64, 8, 2)
