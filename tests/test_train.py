@@ -324,6 +324,18 @@ def test_resume_takes_the_configuration_of_the_run(run, tmp_path: Path, monkeypa
     assert "gamma: 3" in (tmp_path / "a" / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize("field", ["train", "eval"])
+def test_text_that_is_not_there_is_found_before_the_target_is_loaded(
+    run, monkeypatch, capsys, field: str
+) -> None:
+    monkeypatch.setattr("dflash_ext.pipeline.load_target", lambda *args, **kwargs: 1 / 0)
+    assert run("a", f"--data.{field}=missing.jsonl") == 2
+    wanted = (
+        "error: missing.jsonl: cannot be read (No such file or directory), want a readable file"
+    )
+    assert capsys.readouterr().err == wanted + "\n"
+
+
 def test_the_thinking_switch_goes_on_to_the_evaluation(run, capsys) -> None:
     assert run("a", "--train.steps=1", "--data.enable_thinking=false") == 0
     assert "--enable_thinking false" in capsys.readouterr().out

@@ -40,6 +40,13 @@ def open_source(entry: str) -> Source:
     return Source(folder_shards(Path(name)) if is_folder else [FileShard(name)], weight)
 
 
+def check_entries(entries: Sequence[str]) -> None:
+    """Refuse files and folders that are not there, before a target is loaded. Raises UserError."""
+    for entry in entries:
+        if not split_weight(entry)[1].startswith(HUB_PREFIX):
+            open_source(entry)
+
+
 def _hub(text: str) -> Shard:
     name, *rest = _COLON.split(text)
     if not name or len(rest) > 2 or "" in rest:
