@@ -34,7 +34,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, Flags]:
     paths = [_find(name) for name in files or [DEFAULT_CONFIG]]
     for path in paths:
         load_config(path)  # refuses unknown names and wrong types, naming the file
-    _check_flags(rest)
+    rest = _joined(rest)
     # jsonargparse does not take an empty file.
     config_args = [f"--config={path}" for path in paths if read_yaml(path)]
     try:
@@ -81,19 +81,28 @@ def _split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, rest
 
 
-def _check_flags(args: Sequence[str]) -> None:
-    """Refuse unknown flags, stray words and missing values, one line each."""
+def _joined(args: Sequence[str]) -> list[str]:
+    """The same flags, each with its value in one word, which may then start with a dash.
+
+    Refuses unknown flags, stray words, missing and needless values, one line each.
+    """
     switches = ("print_config", *(f.name for f in dataclasses.fields(Flags)))
-    words = iter(args)
+    joined, words = [], iter(args)
     for word in words:
-        name, equals, _ = word.removeprefix("--").partition("=")
+        name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
             raise UserError(f"command line: found {shown(word)}, want --section.field value")
         if name in TYPES:
-            if not equals and next(words, "--").startswith("--"):
+            if not equals and (value := next(words, "--")).startswith("--"):
                 raise UserError(f"{name}: found no value, want {type_name(TYPES[name])}")
+            joined.append(f"--{name}={value}")
         elif name not in switches:
             raise unknown_field(name, "command line", switches)
+        elif equals:
+            raise UserError(f"command line: found {shown(word)}, want --{name} without a value")
+        else:
+            joined.append(word)
+    return joined
 
 
 class _FieldType:

@@ -28,4 +28,5 @@ def fuzz(check: Callable[[], None], seconds: float, batch: int = 100) -> int:
     while number == 0 or time.monotonic() < end:
         seed(number)(limited)()
         number += 1
+    print(f"{check.__name__}: {batch * number} examples in {seconds:.0f} s")
     return batch * number

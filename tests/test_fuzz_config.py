@@ -177,3 +177,14 @@ def test_hostile_files(text: str, tmp_path: Path) -> None:
 def test_hostile_values(field: str, value: str) -> None:
     with pytest.raises(UserError, match=rf"{field}: found .*want"):
         parse_config([f"--{field}={value}"])
+
+
+@pytest.mark.parametrize("value", ["-1e-05", "-x", "-", "-.inf"])
+def test_values_that_start_with_a_dash(value: str) -> None:
+    with pytest.raises(UserError, match=r"train\.lr: found .*, want "):
+        parse_config(["--train.lr", value])
+
+
+def test_a_switch_with_a_value() -> None:
+    with pytest.raises(UserError, match="found '--plan=x', want --plan without a value"):
+        parse_config(["--plan=x"])
