@@ -182,11 +182,15 @@ def context_options(
 
 def tile_descriptor(x: Tensor, rows: int, problem: Problem, config: Config) -> Any:
     """Of tiles of `rows` rows of a head of x [rows, heads, D] for the copy engine, or None."""
-    aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:2])
-    whole = problem.constants()["BLOCK_D"] == problem.dim
-    if not (config.copy_engine and aligned and whole and x.shape[0] >= rows):
-        return None
     columns = (x.shape[1] - 1) * x.stride(1) + problem.dim
+    readable = (
+        x.data_ptr() % 16 == 0
+        and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:2])
+        and columns < 2**31
+    )
+    whole = problem.constants()["BLOCK_D"] == problem.dim
+    if not (config.copy_engine and readable and whole and x.shape[0] >= rows):
+        return None
     return TensorDescriptor(x, [x.shape[0], columns], [x.stride(0), 1], [rows, problem.dim])
 
 
