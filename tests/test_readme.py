@@ -28,3 +28,12 @@ def test_every_configuration_field_stands_in_the_readme_with_its_default() -> No
             shown = "–" if value is None else str(value)
             row = f"| `{section.name}.{field.name}` | {shown} |"
             assert row in README, row
+
+
+def test_every_row_of_what_happens_when_names_a_test_that_is_there() -> None:
+    rows = README.split("## What happens when")[1].split("\n## ")[0].strip().splitlines()[2:]
+    assert len(rows) > 15
+    for row in rows:
+        file, name = re.findall(r"`(test_\w+\.py)::(test_\w+)` \|$", row)[0]
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {name}\(", text, flags=re.MULTILINE), row
