@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -81,6 +80,8 @@ def stored(request, target: Target, tmp_path: Path) -> DataConfig:
             (part / f"data_{i}.ckpt.gz").write_bytes(gzip.compress(buffer.getvalue()))
     text = folder
     if request.param == "speculators":
+        import datasets
+
         text = tmp_path / "arrow"
         datasets.Dataset.from_list(rows).with_format("torch").save_to_disk(text)
     return DataConfig(

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import zstandard
 from chat_templates import CHATML, chat, chat_tokenizer
 
 from dflash_ext.config import DataConfig, UserError
@@ -45,16 +44,22 @@ def write_parquet(path: Path, rows=ROWS) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
+def zstd(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.compress(data)
+
+
 def zstd_frames(data: bytes) -> bytes:
     """Two frames, one after the other, as `cat a.zst b.zst` gives."""
     half = len(data) // 2
-    return zstandard.compress(data[:half]) + zstandard.compress(data[half:])
+    return zstd(data[:half]) + zstd(data[half:])
 
 
 FILES = {
     "a.jsonl.gz": lambda: gzip.compress(jsonl()),
     "two-members.jsonl.gz": lambda: gzip.compress(jsonl()[:99]) + gzip.compress(jsonl()[99:]),
-    "a.jsonl.zst": lambda: zstandard.compress(jsonl()),
+    "a.jsonl.zst": lambda: zstd(jsonl()),
     "frames.jsonl.zst": lambda: zstd_frames(jsonl()),
     "a.ndjson": jsonl,
     "unknown.txt": jsonl,
@@ -149,7 +154,7 @@ def test_a_folder_is_read_file_by_file(tokenizer, tmp_path, wanted):
 
 @pytest.mark.parametrize("package", ["zstandard", "pyarrow", "datasets"])
 def test_a_missing_package_names_the_extra(package, tokenizer, tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(jsonl()))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstd(jsonl()))
     write_parquet(tmp_path / "a.parquet")
     entry = {"zstandard": "a.jsonl.zst", "pyarrow": "a.parquet", "datasets": "hf:a/b"}[package]
     entry = entry if ":" in entry else str(tmp_path / entry)
@@ -172,7 +177,7 @@ BAD_FILES = {
     "cut.jsonl.gz": (gzip.compress(jsonl())[:-9], "found damaged gzip data (Compressed file ended"),
     "flip.jsonl.gz": (b"\x1f\x8b\x08" + b"\xff" * 60, "found damaged gzip data ("),
     "plain.jsonl.gz": (jsonl(), "found damaged gzip data (Not a gzipped file"),
-    "cut.jsonl.zst": (zstandard.compress(jsonl())[:-5], "found zstd data that ends early, want"),
+    "cut.jsonl.zst": (lambda: zstd(jsonl())[:-5], "found zstd data that ends early, want"),
     "plain.jsonl.zst": (jsonl(), "found damaged zstd data (zstd"),
     "plain.parquet": (jsonl(), "found no readable Parquet behind row 0 (Parquet magic bytes"),
     "open.json": (b'[{"input_ids": [1, 2], "loss_mask": [1, 1]}', ":2: found a line that is not"),
@@ -186,7 +191,7 @@ BAD_FILES = {
 def test_damaged_files_are_one_line(name, tokenizer, tmp_path):
     content, wanted = BAD_FILES[name]
     path = tmp_path / name
-    path.write_bytes(content)
+    path.write_bytes(content() if callable(content) else content)
     with pytest.raises(UserError) as error:
         texts(tokenizer, str(path))
     text = str(error.value)
