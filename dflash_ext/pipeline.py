@@ -18,7 +18,7 @@ from dflash_ext.config_check import check_topology
 from dflash_ext.data.check import describe_data
 from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load_examples
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
-from dflash_ext.data.sources import check_entries
+from dflash_ext.data.sources import text_files
 from dflash_ext.drafter.init import (
     check_start,
     init_from_folder,
@@ -86,7 +86,7 @@ class Pipeline:
 
     def _load_data_and_target(self) -> None:
         cfg = self.cfg
-        check_entries([*cfg.data.train, *cfg.data.eval])
+        text_files([*cfg.data.train, *cfg.data.eval])  # all there? Before the target is loaded
         self.tokenizer = load_tokenizer(cfg.model.target, cfg.model.revision)
         self.target: Target = load_target(
             cfg.model.target,

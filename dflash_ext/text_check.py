@@ -15,8 +15,8 @@ import torch
 
 from dflash_ext import ops
 from dflash_ext.config import DataConfig
-from dflash_ext.config_values import split_weight
 from dflash_ext.data.corpus import Corpus, Example
+from dflash_ext.data.sources import text_files
 from dflash_ext.data.text_settings import Settings, mismatches, read_settings, template_hash
 from dflash_ext.target import Target
 
@@ -88,7 +88,7 @@ def check_text(
 ) -> TextCheck:
     """Look at the training text and at what `regenerate` wrote beside it. Raises UserError."""
     template = template_hash(tokenizer) if tokenizer.chat_template else None
-    made = {split_weight(entry)[1]: read_settings(split_weight(entry)[1]) for entry in cfg.train}
+    made = {name: read_settings(name) for name in text_files(cfg.train)}
     regenerated = {name: settings for name, settings in made.items() if settings is not None}
     wrong = [
         text

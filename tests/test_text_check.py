@@ -1,5 +1,6 @@
 """Whether training text looks like the target's own, and who is told."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -126,6 +127,8 @@ def test_text_that_was_made_otherwise_is_named(target: Target, tokenizer, corpus
     ]
     settings = check_text(target, tokenizer, examples, cfg).facts()["regenerate"]
     assert settings == {cfg.train[0]: {"template": template, "enable_thinking": False}}
+    folder = dataclasses.replace(cfg, train=[f"2 * {Path(cfg.train[0]).parent}"])
+    assert check_text(target, tokenizer, examples, folder).facts()["regenerate"] == settings
     beside.write_text("[1, 2]")
     with pytest.raises(UserError, match=r"settings.yaml: found \[1, 2\], want what regenerate"):
         check_text(target, tokenizer, examples, cfg)

@@ -40,11 +40,10 @@ def open_source(entry: str) -> Source:
     return Source(folder_shards(Path(name)) if is_folder else [FileShard(name)], weight)
 
 
-def check_entries(entries: Sequence[str]) -> None:
-    """Refuse files and folders that are not there, before a target is loaded. Raises UserError."""
-    for entry in entries:
-        if not split_weight(entry)[1].startswith(HUB_PREFIX):
-            open_source(entry)
+def text_files(entries: Sequence[str]) -> list[str]:
+    """The files that entries name, also in folders. Raises UserError for one that is not there."""
+    local = [entry for entry in entries if not split_weight(entry)[1].startswith(HUB_PREFIX)]
+    return [shard.name for entry in local for shard in open_source(entry).shards]
 
 
 def _hub(text: str) -> Shard:
