@@ -248,6 +248,8 @@ def _wanted(failure: _Failure) -> str:
         return "a request it takes (--skip_refused leaves such rows without an answer)"
     if failure.code == 404:
         return "an OpenAI-compatible server that has this model (--model)"
+    if failure.code == 0 and failure.retry:
+        return "a server that answers"
     return "a chat completion"
 
 
