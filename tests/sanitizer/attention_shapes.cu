@@ -18,12 +18,12 @@ struct Shape {
 };
 
 // From -1 to 1, all exact in 16 bits.
-float value(int i) { return static_cast<float>((i * 7919 + 13) % 129 - 64) / 64; }
+float value(int64_t i) { return static_cast<float>((i * 7919 + 13) % 129 - 64) / 64; }
 
 template <typename T>
 std::vector<T> values(int count, int seed) {
   std::vector<T> made(count);
-  for (int i = 0; i < count; ++i) made[i] = value(i * 31 + seed);
+  for (int i = 0; i < count; ++i) made[i] = value(int64_t{i} * 31 + seed);
   return made;
 }
 
@@ -72,7 +72,7 @@ void context(const Shape& s, bool add) {
   const auto k = values<T>(keys * kDim, 3), v = values<T>(keys * kDim, 4);
   const auto shift = values<float>(rows, 5), delta = values<float>(rows, 6);
   const Ranges ranges(s);
-  const float scale = 0.25f;
+  const float scale = 0.0625f;  // keeps exponentials in the range of fp16
   std::vector<double> dk(keys * kDim), dv(keys * kDim);
   for (int row = 0; row < rows; ++row) {
     const int head = row % q_heads, slot = row / q_heads % s.slots, block = row / q_heads / s.slots;
