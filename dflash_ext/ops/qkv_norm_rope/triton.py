@@ -13,7 +13,7 @@ from torch import Tensor
 from dflash_ext.ops.triton_launch import launch, next_power_of_two, num_sms, rows_of
 from dflash_ext.ops.triton_sums import sum_rows
 
-# Of the backward pass: as many as its registers allow at a time.
+# Of the backward pass: its registers allow no more at a time.
 PROGRAMS_PER_SM = 4
 
 
@@ -159,42 +159,40 @@ def _rotated_backward(
 def qkv_norm_rope_backward_kernel(
     grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
     dqkv_ptr, partial_ptr,
-    num_rows, blocks, copy_blocks,
-    grad_q_stride, grad_k_stride, grad_v_stride, qkv_stride, cos_stride, eps,
+    num_rows, grad_q_stride, grad_k_stride, grad_v_stride, qkv_stride, cos_stride, eps,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     k_groups: tl.constexpr = (K_HEADS + HEADS - 1) // HEADS
+    groups: tl.constexpr = q_groups + 2 * k_groups
     width: tl.constexpr = (Q_HEADS + 2 * K_HEADS) * DIM
-    turning: tl.constexpr = q_groups + k_groups
-    pid = tl.program_id(0)
-    group = pid % turning
-    first_block = pid // turning
+    group = tl.program_id(0) % groups
+    first_block = tl.program_id(0) // groups
+    blocks = tl.num_programs(0) // groups
     partial = partial_ptr + (group.to(tl.int64) * blocks + first_block) * DIM
     heads = tl.arange(0, HEADS)
-    if first_block >= blocks:
-        pid -= turning * blocks
-        heads += (pid % k_groups) * HEADS
-        for block in range(pid // k_groups, tl.cdiv(num_rows, ROWS), copy_blocks):
-            rows = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
-            _copied(
-                grad_v_ptr, dqkv_ptr + (Q_HEADS + K_HEADS) * DIM, rows, heads,
-                num_rows, grad_v_stride, width, K_HEADS, DIM, HALF,
-            )  # fmt: skip
-    elif group < q_groups:
+    if group < q_groups:
         _rotated_backward(
             grad_q_ptr, qkv_ptr, q_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr, partial, first_block,
             blocks, group * HEADS + heads, num_rows, grad_q_stride, qkv_stride, width, cos_stride,
             eps, Q_HEADS, DIM, ROWS, HEADS, HALF,
         )  # fmt: skip
-    else:
+    elif group < q_groups + k_groups:
         _rotated_backward(
             grad_k_ptr, qkv_ptr + Q_HEADS * DIM, k_weight_ptr, cos_ptr, sin_ptr,
             dqkv_ptr + Q_HEADS * DIM, partial, first_block, blocks,
             (group - q_groups) * HEADS + heads, num_rows, grad_k_stride, qkv_stride, width,
             cos_stride, eps, K_HEADS, DIM, ROWS, HEADS, HALF,
         )  # fmt: skip
+    else:
+        heads += (group - q_groups - k_groups) * HEADS
+        for block in range(first_block, tl.cdiv(num_rows, ROWS), blocks):
+            rows = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
+            _copied(
+                grad_v_ptr, dqkv_ptr + (Q_HEADS + K_HEADS) * DIM, rows, heads,
+                num_rows, grad_v_stride, width, K_HEADS, DIM, HALF,
+            )  # fmt: skip
 
 
 def tile(dim: int, k_heads: int) -> dict[str, int]:
@@ -269,16 +267,15 @@ def qkv_norm_rope_backward_triton(
     grad_q = grad_k if grad_q is None else _heads(grad_q)
     q_groups, k_groups = (triton.cdiv(n, config["HEADS"]) for n in (q_heads, k_heads))
     dqkv = qkv.new_empty(num_rows, qkv.shape[1])
-    turning, most = q_groups + k_groups, triton.cdiv(num_rows, config["ROWS"])
-    # A wave of programs shares the rows out; those that copy v move two numbers where others move
-    # three.
-    programs = PROGRAMS_PER_SM * num_sms(qkv.device)
-    blocks = min(most, max(1, 3 * programs // (3 * turning + 2 * k_groups)))
-    copy_blocks = min(most, max(1, (programs - turning * blocks) // k_groups))
-    partial = qkv.new_empty(turning * blocks, dim, dtype=torch.float32)
+    groups = q_groups + 2 * k_groups
+    blocks = min(
+        triton.cdiv(num_rows, config["ROWS"]),
+        triton.cdiv(PROGRAMS_PER_SM * num_sms(qkv.device), groups),
+    )
+    partial = qkv.new_empty((q_groups + k_groups) * blocks, dim, dtype=torch.float32)
     launch(
         qkv_norm_rope_backward_kernel,
-        (turning * blocks + k_groups * copy_blocks,),
+        (groups * blocks,),
         qkv.device,
         grad_q,
         grad_k,
@@ -291,8 +288,6 @@ def qkv_norm_rope_backward_triton(
         dqkv,
         partial,
         num_rows,
-        blocks,
-        copy_blocks,
         grad_q.stride(0),
         grad_k.stride(0),
         grad_v.stride(0),
