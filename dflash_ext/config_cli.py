@@ -56,7 +56,14 @@ def parse(argv: Sequence[str]) -> tuple[Config, Flags]:
 def _find(name: str) -> Path:
     """A file relative to the working directory, else to the project or its configs folder."""
     candidates = [Path(name), PROJECT_ROOT / name, PROJECT_ROOT / "configs" / name]
-    return next((path for path in candidates if path.exists()), candidates[0])
+    return next((path for path in candidates if _exists(path)), candidates[0])
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that is too long, or holds a zero byte
+        return False
 
 
 def _find_text(entry: str) -> str:
