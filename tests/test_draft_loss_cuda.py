@@ -29,7 +29,7 @@ NAN, INF = float("nan"), float("inf")
 SLEEP_CYCLES = 500_000_000  # a quarter of a second, or more
 HALVES = [torch.bfloat16, torch.float16]
 ODD_OPTIONS = [{"logit_scale": -0.5, "kl_weight": 1.0}, {"ce_weight": -1.0}]
-ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # the largest relative error
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,10 @@ def exact_case(
 
 
 def assert_exact(case: Case, dtype: torch.dtype, **options) -> None:
-    """For logits that are exact, only the gradient is rounded: of each logit, and at the end."""
+    """For logits that are exact, only the gradient is rounded: of each logit, and at the end.
+
+    Where one logit's outweighs the others', both roundings may come near their largest.
+    """
     wanted = case.run(draft_loss_stats_naive, torch.float64, **options)
     found = case.run(draft_loss_stats, dtype, **options)
     assert found["rank"].equal(wanted["rank"])
@@ -117,7 +120,7 @@ def test_16_bits_are_as_good_as_plain_torch(dtype):
         assert error(found["gradient"], wanted["gradient"]) <= 2 * plain
         # Only CE and KL: a rank that rounding changes turns CAP on or off.
         terms = (values["terms"][..., 1:3] for values in (found, wanted))
-        assert error(*terms) <= 4 * ROUNDING[dtype]
+        assert error(*terms) <= 2 * ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -181,7 +184,7 @@ def test_strided_views(dtype):
             weights=case.weights.T.contiguous().T,
         )
         found = gradient(strided)
-        limit = 1e-6 if dtype == torch.float32 else ROUNDING[dtype]
+        limit = 1e-6 if dtype == torch.float32 else ROUNDING[dtype] / 2
         assert error(found[0], wanted[0]) < limit and error(found[1], wanted[1]) < limit
 
 
@@ -233,7 +236,7 @@ def test_only_supervised_rows_are_looked_at(dtype):
     case = dataclasses.replace(case, rows=every, n_rows=torch.tensor(48))
     case.labels[case.weights == 0] = 0
     found = gradient(case)
-    limit = 1e-6 if dtype == torch.float32 else ROUNDING[dtype]
+    limit = 1e-6 if dtype == torch.float32 else ROUNDING[dtype] / 2
     assert error(found[0], wanted[0]) < limit and error(found[1], wanted[1]) < limit
 
 
@@ -292,7 +295,7 @@ def test_extreme_logits(dtype):
     case = dataclasses.replace(case, hidden=case.hidden * 1e3)
     wanted = case.run(draft_loss_stats_naive, torch.float64, cap_lambda=0.5)
     found = case.run(draft_loss_stats, dtype, cap_lambda=0.5)
-    limit = 1e-5 if dtype == torch.float32 else 4 * ROUNDING[dtype]
+    limit = 1e-5 if dtype == torch.float32 else 2 * ROUNDING[dtype]
     assert error(found["loss"], wanted["loss"]) < limit
     assert found["gradient"].isfinite().all() and found["terms"].isfinite().all()
 
@@ -332,7 +335,7 @@ def test_more_than_2_31_logits():
     assert found["rank"][some].equal(wanted["rank"])
     assert error(found["terms"][some], wanted["terms"]) < 1e-5
     scaled = found["gradient"][some] * blocks / 7
-    assert error(scaled, wanted["gradient"]) < 2 * ROUNDING[torch.bfloat16]
+    assert error(scaled, wanted["gradient"]) < ROUNDING[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

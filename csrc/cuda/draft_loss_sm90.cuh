@@ -112,6 +112,7 @@ class ClusterBlock {
       }
       sm90::wait(received, parity);
       const Parts<kTeacher> all = merge<kTeacher>(shared_.block_parts[set], plan_.cluster);
+      __syncwarp();  // lane 0 also tells that the other lanes have read their parts
       if (lane == 0) {
         shared_.gradient[set] = gradient_factors<kTeacher>(all, p_.coefficients);
         const float label_x = Pair<T>::unpack(shared_.label_bits[set]).x;
@@ -270,12 +271,13 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
 #endif
 }
 
-// The smallest cluster with room for all stages, else for two; cluster 0 if there is none.
+// The smallest cluster, of two blocks at least as compute-sanitizer wants it, with room for all
+// stages, else for two; cluster 0 if there is none.
 template <typename Block>
 Plan plan_cluster(int vocab, int64_t shared_limit) {
   const int vectors = (vocab + kVector - 1) / kVector;
   for (int stages = kMaxStages; stages >= 2; --stages) {
-    for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+    for (int cluster = 2; cluster <= kMaxCluster; cluster *= 2) {
       const Plan plan{cluster, stages, (vectors + cluster - 1) / cluster};
       if (Block::shared_bytes(plan) <= shared_limit) return plan;
     }
