@@ -49,8 +49,10 @@ def test_gradients_are_as_near_to_fp32_as_those_of_plain_bf16(objective, group) 
     assert all(fused[kind] <= 2 * plain[kind] for kind in plain), (fused, plain)
 
 
-@pytest.mark.parametrize("split_fc", [False, True])
-@pytest.mark.parametrize("group", [None, 7, 16])
+# Groups of 7 leave one of 5, and plans that do not start at multiples of 16 bytes.
+@pytest.mark.parametrize(
+    ("group", "split_fc"), [(None, False), (None, True), (7, False), (16, True)]
+)
 def test_fp32_gradients_are_those_of_the_cpu(group, split_fc) -> None:
     want = gradients(build_loop("cpu", torch.float32))
     loop = build_loop("cuda", torch.float32, anchor_group=group, split_fc=split_fc)
