@@ -78,7 +78,7 @@ class ModelConfig:
     )
     attn_backend: str = _doc("sdpa", "attention implementation of the target in transformers")
     require_fast_gdn: bool | None = _doc(
-        None, "fail if the fast linear-attention kernels are missing; null = only on a GPU"
+        None, "fail unless fast linear-attention kernels run; null = only on a GPU"
     )
     revision: str | None = _doc(None, "branch, tag or commit of a Hugging Face id")
 

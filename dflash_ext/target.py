@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +24,15 @@ from transformers import (
 )
 
 from dflash_ext.config import UserError
+from dflash_ext.fast_gdn import (
+    GdnKernels,
+    bind_convolution,
+    check_convolution,
+    find_gdn_kernels,
+    gdn_modules,
+    profile_kernels,
+    prove_gdn_kernels,
+)
 from dflash_ext.target_source import quiet_hub, quiet_transformers, resolve_target
 
 __all__ = [
@@ -160,7 +169,7 @@ def load_target(
     """Load a frozen target in `dtype` onto `device`, from safetensors and built-in code only.
 
     `dtype` is a torch dtype or its name. `require_fast_gdn`: refuse a target with gated-delta-net
-    layers when their fast kernels cannot be imported (None: on CUDA devices only).
+    layers unless fast kernels are installed and run (None: on CUDA devices only).
     Call from one thread at a time (transformers changes the default dtype while it loads).
     Raises UserError for anything that is not a plain causal LM with a linear head.
     """
@@ -173,8 +182,9 @@ def load_target(
     except Exception as error:
         raise _load_error(name, "config", error) from error
     info = target_info(config)
-    if require_fast_gdn or (require_fast_gdn is None and device.type == "cuda"):
-        _check_fast_gdn(config)
+    required = require_fast_gdn or (require_fast_gdn is None and device.type == "cuda")
+    # Before the weights: what is missing should not take minutes to tell.
+    gdn_kernels = find_gdn_kernels() if required and _has_gdn(config) else None
     try:
         with quiet_hub(), quiet_transformers():
             model, loading = AutoModelForCausalLM.from_pretrained(
@@ -197,6 +207,8 @@ def load_target(
     generation = getattr(model, "generation_config", None)
     stops = dict.fromkeys(info.eos_token_ids + _ids(getattr(generation, "eos_token_id", None)))
     target = Target(model, dataclasses.replace(info, eos_token_ids=tuple(stops)))
+    if gdn_kernels is not None:
+        _bind_gdn(target, gdn_kernels)
     target.check_head()
     return target
 
@@ -206,16 +218,35 @@ def _load_error(name: str, what: str, error: Exception) -> UserError:
     return UserError(f"model.target: cannot load the {what} of {name!r}: {lines[0]}")
 
 
-def _check_fast_gdn(config: PretrainedConfig) -> None:
+def _has_gdn(config: PretrainedConfig) -> bool:
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    if "linear_attention" not in layer_types:
+    return "linear_attention" in layer_types
+
+
+def _bind_gdn(target: Target, kernels: GdnKernels) -> None:
+    """Let the target's GatedDeltaNet layers run `kernels`, and prove it by a profile."""
+    check_convolution(kernels, target.device)
+    modules = gdn_modules(target.model)
+    bound = [bind_convolution(sys.modules[type(m).__module__], kernels) for m in modules[:1]]
+    if not all(bound) and kernels.convolution_name != "causal-conv1d":
+        raise UserError(
+            f"model.require_fast_gdn: {target.info.model_type}: found no convolution to replace; "
+            "install the extra, pip install 'dflash-ext[conv]', or set false"
+        )
+    target.kernel_lines.append(kernels.line())
+    if target.device.type != "cuda" or not modules:
         return
-    for module, package in (("fla", "flash-linear-attention"), ("causal_conv1d", "causal-conv1d")):
-        if importlib.util.find_spec(module) is None:
-            raise UserError(
-                f"model.require_fast_gdn: the target has gated-delta-net layers but {package} is "
-                "missing; install the extras, pip install 'dflash-ext[fla,conv]', or set false"
-            )
+
+    def run() -> None:
+        ids = torch.arange(128, device=target.device)[None] % target.info.vocab_size
+        target.forward_capture(ids, [], lambda index, value: None, need_last=True)
+
+    run()  # compiles
+    if names := profile_kernels(run, target.device):
+        prove_gdn_kernels(names)
+        target.kernel_lines.append("gated delta net: both proven by a profiled forward pass")
+    else:
+        target.kernel_lines.append("gated delta net: not proven, the profiler saw no kernels")
 
 
 class _Stop(Exception):
@@ -237,6 +268,7 @@ class Target:
         if getattr(head, "bias", None) is not None:
             raise UserError(f"model.target: {info.model_type}: found a head bias, want none")
         self.layers = layers
+        self.kernel_lines: list[str] = []  # which fast kernels run, for the log
         self.embed_weight: Tensor = model.get_input_embeddings().weight
         self.head_weight: Tensor = head.weight
         tied = self.head_weight.data_ptr() == self.embed_weight.data_ptr()
