@@ -168,6 +168,9 @@ class TopologyConfig:
     cpu_threads: int | None = _doc(
         None, "CPU threads of one worker; null = cores / workers", at_least=1
     )
+    gpu_memory_gib: float | None = _doc(
+        None, "memory of one GPU that a plan may fill; null = all that it has", above=0
+    )
 
 
 @dataclass
@@ -271,7 +274,7 @@ class Flags:
     """Switches of the train command, which are no part of a run's configuration."""
 
     resume: bool = field(default=False, metadata={"doc": "go on from the run's last checkpoint"})
-    plan: bool = field(default=False, metadata={"doc": "print sizes and steps, then stop"})
+    plan: bool = field(default=False, metadata={"doc": "print memory and speed, then stop"})
     check_data: bool = field(default=False, metadata={"doc": "report on the data, then stop"})
 
 

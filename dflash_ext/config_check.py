@@ -21,8 +21,11 @@ MAX_WEIGHT = 1000  # of a source of training text: passes in one epoch
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def validate(cfg: Config) -> None:
+def validate(cfg: Config, *, devices: bool = True) -> None:
     """Check ranges, combinations, devices and optional packages.
+
+    Args:
+        devices: whether the devices must be there; not for a plan.
 
     Raises:
         UserError: the first field that cannot work.
@@ -31,8 +34,9 @@ def validate(cfg: Config) -> None:
     _check_drafter(cfg.drafter)
     if cfg.model.target_layer_ids is not None:
         check_layer_ids(cfg.model.target_layer_ids, None)
-    _check_devices("topology.targets", cfg.topology.targets)
-    _check_devices("topology.drafters", cfg.topology.drafters)
+    if devices:
+        _check_devices("topology.targets", cfg.topology.targets)
+        _check_devices("topology.drafters", cfg.topology.drafters)
     _check_weights(cfg)
     _check_hidden_states(cfg)
     train = cfg.train
@@ -182,14 +186,23 @@ def check_topology(topology: TopologyConfig) -> None:
     Raises:
         UserError: naming topology.targets or topology.drafters.
     """
+    check_same_kind(topology)
+    if topology.targets[0] != "cpu" and not _C.with_cuda:
+        raise UserError(
+            f"topology.targets: found {topology.targets[0]} and an extension built without CUDA, "
+            "want cpu, or a build with nvcc and a CUDA build of torch"
+        )
+
+
+def check_same_kind(topology: TopologyConfig) -> None:
+    """Refuse workers on CPUs beside workers on GPUs.
+
+    Raises:
+        UserError: naming topology.drafters.
+    """
     on_cpu = [device == "cpu" for device in [*topology.targets, *topology.drafters]]
     if any(on_cpu) and not all(on_cpu):
         raise UserError(
             f"topology.drafters: found {topology.drafters} with targets {topology.targets}, "
             "want all on cpu or all on GPUs"
-        )
-    if not all(on_cpu) and not _C.with_cuda:
-        raise UserError(
-            f"topology.targets: found {topology.targets[0]} and an extension built without CUDA, "
-            "want cpu, or a build with nvcc and a CUDA build of torch"
         )

@@ -46,7 +46,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, Flags]:
     cfg = from_dict({name: vars(s) for name, s in sections.items() if s}, "command line")
     cfg.data.train = [_find_text(entry) for entry in cfg.data.train]
     cfg.data.eval = [_find_text(entry) for entry in cfg.data.eval]
-    validate(cfg)
+    validate(cfg, devices=not parsed.plan)
     if parsed.print_config:
         print(to_yaml(cfg), end="")
         raise SystemExit(0)

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from dflash_ext.checkpoint import CheckpointManager
-from dflash_ext.config import Config, UserError, check_layer_ids, to_dict
+from dflash_ext.config import Config, UserError, to_dict
 from dflash_ext.config_check import check_topology
 from dflash_ext.data.check import describe_data
 from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load_examples
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
 from dflash_ext.data.sources import text_files
 from dflash_ext.drafter.init import (
-    check_start,
     init_from_folder,
     start_differences,
     start_spec,
@@ -37,11 +36,11 @@ from dflash_ext.logger import RunLogger
 from dflash_ext.metrics import MetricStream
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import build_optimizer
+from dflash_ext.plan import layers_and_mask
 from dflash_ext.resume import Resume, load_resume
 from dflash_ext.supervisor import Supervisor, Worker
 from dflash_ext.target import (
     Target,
-    default_target_layer_ids,
     load_target,
     load_tokenizer,
     pick_mask_token_id,
@@ -97,13 +96,9 @@ class Pipeline:
             require_fast_gdn=cfg.model.require_fast_gdn,
         )
         info = self.target.info
-        self.layer_ids, self.mask_token_id = self._layers_and_mask()
-        check_layer_ids(self.layer_ids, info.num_layers)
-        if not 0 <= self.mask_token_id < info.vocab_size:
-            raise UserError(
-                f"drafter.mask_token_id: found {self.mask_token_id}, "
-                f"want an id of the target's embedding table, 0 to {info.vocab_size - 1}"
-            )
+        self.layer_ids, self.mask_token_id = layers_and_mask(
+            cfg, info, self.start, lambda: pick_mask_token_id(info, self.tokenizer)
+        )
         self.examples, self.data_report = self._examples(cfg.data.train)
         self.data_hash = dataset_hash(self.examples)
         self.text = check_text(self.target, self.tokenizer, self.examples, cfg.data)
@@ -119,19 +114,6 @@ class Pipeline:
         self.planner = BatchPlanner(
             self.examples, cfg.data, cfg.train, self.layout, self.world, self.eval_examples
         )
-
-    def _layers_and_mask(self) -> tuple[list[int], int]:
-        """Captured layers and mask token: as configured, else those of the drafter that the run
-        starts from, else chosen by the target."""
-        cfg, info, start = self.cfg, self.target.info, self.start
-        ids, mask = cfg.model.target_layer_ids, cfg.drafter.mask_token_id
-        if start is not None:
-            check_start(start, info, ids)
-            ids = ids or list(start.target_layer_ids)
-            mask = start.mask_token_id if mask is None else mask
-        if ids is None:
-            ids = default_target_layer_ids(info.num_layers, cfg.drafter.num_layers)
-        return ids, pick_mask_token_id(info, self.tokenizer) if mask is None else mask
 
     def _examples(self, paths: list[str]) -> tuple[Corpus, DataReport]:
         return load_examples(

@@ -21,6 +21,7 @@ from dflash_ext.export import check_replaceable, write_export
 from dflash_ext.logger import RunLogger, print_summary, read_metrics, write_summary
 from dflash_ext.monitor import Monitor
 from dflash_ext.pipeline import Pipeline
+from dflash_ext.plan import Plan
 from dflash_ext.supervisor import RunFailed
 
 
@@ -32,14 +33,20 @@ def main(argv: list[str] | None = None) -> int:
     saved = run_dir / "config.yaml"
     if flags.resume and saved.exists() and not any(a.startswith("--config") for a in argv):
         cfg, flags = parse_config(["--config", str(saved), *argv])
-    if not (flags.plan or flags.check_data):
+    if flags.plan:
+        plan = Plan(cfg)
+        print("\n".join([*plan.lines(), "nothing was loaded, nothing was trained"]))
+        plan.check_memory()
+        return 0
+    if not (flags.resume or "cpu" in cfg.topology.drafters):
+        Plan(cfg).check_memory()
+    if not flags.check_data:
         _check_run_dir(run_dir, flags.resume)
         check_replaceable(run_dir / "export")
     print(f"loading  {cfg.model.target}", flush=True)
     pipeline = Pipeline(cfg, run_dir, resume=flags.resume)
-    if flags.plan or flags.check_data:
-        lines = pipeline.describe() if flags.plan else pipeline.describe_data()
-        print("\n".join([*lines, "nothing was trained"]))
+    if flags.check_data:
+        print("\n".join([*pipeline.describe_data(), "nothing was trained"]))
         return 0
     print("\n".join(pipeline.describe()), flush=True)
 

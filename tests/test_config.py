@@ -134,7 +134,7 @@ def test_field_names_are_the_documented_ones() -> None:
         "head_dim intermediate_size layer_types sliding_window split_fc init_from",
         "data": "train eval format bad_rows max_length token_budget last_turn_only split_turns "
         "enable_thinking drop_loops hidden_states hidden_layer_ids hidden_last seed num_workers",
-        "topology": "targets drafters slots_per_drafter cpu_threads",
+        "topology": "targets drafters slots_per_drafter cpu_threads gpu_memory_gib",
         "train": "steps epochs lr schedule warmup_ratio weight_decay optimizer grad_accum "
         "max_grad_norm max_anchors anchor_group gamma ce_weight kl_weight kl cap_lambda "
         "dpace_alpha noise_std loss_chunk_rows metrics_every eval_every cuda_graph recompute "

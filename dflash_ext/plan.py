@@ -1,0 +1,359 @@
+"""What a run will take and give, from its configuration alone: memory of each GPU, tokens a second.
+
+No weights, no text and no GPU are needed. The memory is a sum of the buffers that stay and of the
+largest ones that come and go. The speed is floating-point operations over a rate (``RATES``); what
+is left out (launches of short kernels, padding, the sum of gradients, evaluation) makes small
+models slower than the estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dflash_ext.config import Config, UserError, check_layer_ids
+from dflash_ext.config_check import check_same_kind
+from dflash_ext.drafter.init import check_start, start_differences, start_spec
+from dflash_ext.drafter.model import DFlashDraftModel, drafter_spec
+from dflash_ext.drafter.spec import SLIDING, DrafterSpec
+from dflash_ext.target import FAMILY_MASK_TOKEN_ID, TargetInfo, default_target_layer_ids
+from dflash_ext.target_shape import TargetShape, read_target_shape
+
+GIB = 2**30
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+CUDA_BYTES = 2 * GIB  # context, libraries' workspaces, and what the allocator cannot use
+OPTIMIZER_BYTES = 30  # a parameter's traffic in an AdamW step: master, moments, gradient, weight
+SMALL_HIDDEN = 2048  # below it kernels are shorter than their launches
+ANCHOR_STEP = 64  # to which a proposed max_anchors is rounded
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Operations a second of the target's and the drafter's whole pass, bytes a second of the
+    optimizer's."""
+
+    target: float
+    drafter: float
+    memory: float
+
+
+# By kind of device and model.dtype. bfloat16: measured on an H200 at Qwen3.5-27B's size (the target
+# in transformers 5.17 with fla 0.6.0, the drafter in benchmarks/results/step_h200_202611.md).
+# float32 on a GPU: 60 % of an H200's peak, not measured. CPU: the default run on two cores.
+RATES = {
+    ("cuda", "bfloat16"): Rate(440e12, 610e12, 4.2e12),
+    ("cuda", "float32"): Rate(40e12, 40e12, 4.2e12),
+    ("cpu", "float32"): Rate(60e9, 60e9, 10e9),
+    ("cpu", "bfloat16"): Rate(20e9, 20e9, 10e9),
+}
+
+
+def layers_and_mask(
+    cfg: Config, info: TargetInfo, start: DrafterSpec | None, pick_mask: Callable[[], int]
+) -> tuple[list[int], int]:
+    """Captured layers and mask token: as configured, else those of the drafter that the run starts
+    from, else z-lab's choice of layers and what ``pick_mask`` gives.
+
+    Raises:
+        UserError: ids that the target does not have.
+    """
+    ids, mask = cfg.model.target_layer_ids, cfg.drafter.mask_token_id
+    if start is not None:
+        check_start(start, info, ids)
+        ids = ids or list(start.target_layer_ids)
+        mask = start.mask_token_id if mask is None else mask
+    if ids is None:
+        ids = default_target_layer_ids(info.num_layers, cfg.drafter.num_layers)
+    mask = pick_mask() if mask is None else mask
+    check_layer_ids(ids, info.num_layers)
+    if not 0 <= mask < info.vocab_size:
+        raise UserError(
+            f"drafter.mask_token_id: found {mask}, "
+            f"want an id of the target's embedding table, 0 to {info.vocab_size - 1}"
+        )
+    return ids, mask
+
+
+class Plan:
+    """The plan of one run.
+
+    Raises (from the constructor):
+        UserError: a target whose config cannot be read, or a setting that does not fit it.
+
+    Attributes:
+        memory: device -> part -> bytes.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        check_same_kind(cfg.topology)
+        self.cfg = cfg
+        self.target: TargetShape = read_target_shape(cfg.model)
+        info = self.target.info
+        self.start = start_spec(cfg.drafter)
+        # Without a tokenizer the mask token may not be known yet; no size depends on it.
+        ids, mask = layers_and_mask(cfg, info, self.start, lambda: _family_mask(info))
+        self.spec = drafter_spec(cfg, info, mask, ids, self.start)
+        with torch.device("meta"):
+            self.drafter = DFlashDraftModel(self.spec)
+        self.parameters = sum(p.numel() for p in self.drafter.parameters())
+        self.item = ITEM_BYTES[cfg.model.dtype]
+        self.kind = "cpu" if "cpu" in cfg.topology.targets else "cuda"
+        self.rate = RATES[self.kind, cfg.model.dtype]
+        devices = dict.fromkeys([*cfg.topology.targets, *cfg.topology.drafters])
+        self.memory = {device: self._memory(device) for device in devices}
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _memory(self, device: str) -> dict[str, int]:
+        topology = self.cfg.topology
+        targets, drafters = topology.targets.count(device), topology.drafters.count(device)
+        info, parts = self.target.info, dict[str, int]()
+        if targets:
+            parts["target weights"] = self.target.parameters * self.item
+            parts["target activations"] = targets * self._target_activations()
+        elif drafters:
+            tables = 1 if info.tied else 2
+            parts["embedding and head"] = tables * info.vocab_size * info.hidden_size * self.item
+        if drafters:
+            muon = self.cfg.train.optimizer == "muon"  # its norm weights have two, and are few
+            sizes = {
+                "slots": topology.slots_per_drafter * self._slot(),
+                "drafter weights": self.parameters * (self.item if self.item < 4 else 0),
+                "masters": self.parameters * 4,
+                "gradients": self.parameters * 4,
+                "moments": self.parameters * (4 if muon else 8),
+                "context": self._context(),
+                "activations of a group": self._group_activations(),
+                "loss scratch": self._loss_scratch(),
+            }
+            parts |= {name: drafters * size for name, size in sizes.items()}
+        if device != "cpu":
+            parts["CUDA and libraries"] = CUDA_BYTES
+        return parts
+
+    def _target_activations(self) -> int:
+        """Of one layer at a time: gate, up and their product beside some states of its width."""
+        info = self.target.info
+        return (
+            self.cfg.data.token_budget
+            * (3 * info.intermediate_size + 4 * info.hidden_size)
+            * (self.item)
+        )
+
+    def _slot(self) -> int:
+        layers = len(self.spec.target_layer_ids) + (self.cfg.train.kl_weight > 0)
+        return self.cfg.data.token_budget * layers * self.spec.hidden_size * self.item
+
+    def _context(self) -> int:
+        """Keys and values of all layers before and after norm and rotation, their gradients in
+        fp32, and the fused states before and after their norm with an fp32 gradient."""
+        spec = self.spec
+        keys_values = 2 * spec.num_key_value_heads * spec.head_dim
+        row = spec.num_layers * keys_values * (2 * self.item + 4)
+        row += spec.hidden_size * (2 * self.item + 4)
+        return self.cfg.data.token_budget * row
+
+    def _group_activations(self) -> int:
+        """What the backward pass of a group of anchors needs of each row and layer."""
+        spec, train = self.spec, self.cfg.train
+        rows = min(train.anchor_group or train.max_anchors, train.max_anchors) * spec.block_size
+        queries = spec.num_attention_heads * spec.head_dim
+        keys_values = 2 * spec.num_key_value_heads * spec.head_dim
+        hidden, mlp = spec.hidden_size, spec.intermediate_size
+        layer = 4 * hidden + 2 * (queries + keys_values) + queries + 3 * mlp
+        passing = 3 * hidden + 3 * mlp  # gradients of the layer in work
+        if train.recompute:
+            values = spec.num_layers * 2 * hidden + layer + passing
+        else:
+            values = spec.num_layers * layer + passing
+        return rows * values * self.item
+
+    def _loss_scratch(self) -> int:
+        """Logits of a chunk (twice with a teacher) and the gradient of all rows in fp32."""
+        train, info = self.cfg.train, self.target.info
+        logits = train.loss_chunk_rows * info.vocab_size * self.item
+        group = min(train.anchor_group or train.max_anchors, train.max_anchors)
+        return logits * (2 if train.kl_weight > 0 else 1) + (
+            group * self.spec.block_size * info.hidden_size * 4
+        )
+
+    def limit(self, device: str) -> int | None:
+        """Bytes of a GPU: as configured, else as found here, else unknown (as for a CPU)."""
+        if device == "cpu":
+            return None
+        if self.cfg.topology.gpu_memory_gib is not None:
+            return int(self.cfg.topology.gpu_memory_gib * GIB)
+        index = int(device.removeprefix("cuda:"))
+        if index < torch.cuda.device_count():
+            return torch.cuda.get_device_properties(index).total_memory
+        return None
+
+    def check_memory(self) -> None:
+        """Refuse a run that does not fit.
+
+        Raises:
+            UserError: naming the first GPU that is too small, with numbers.
+        """
+        for device, parts in self.memory.items():
+            total, limit = sum(parts.values()), self.limit(device)
+            if limit is not None and total > limit:
+                largest = sorted(parts, key=lambda name: -parts[name])[:3]
+                numbers = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest)
+                raise UserError(
+                    f"topology: {device}: found a need of {total / GIB:.1f} GiB (most of it: "
+                    f"{numbers}), want at most {limit / GIB:.1f} GiB: lower data.token_budget, "
+                    "train.anchor_group or slots_per_drafter, or raise topology.gpu_memory_gib"
+                )
+
+    # -- speed ---------------------------------------------------------------------------------
+
+    def target_flops(self) -> float:
+        """Operations of one token: two for each weight of the layers that run, and attention over
+        half a text of data.max_length."""
+        if self.cfg.data.hidden_states:
+            return 0.0
+        last = self.spec.target_layer_ids[-1] + 1
+        if self.cfg.train.kl_weight > 0:
+            last = self.target.info.num_layers
+        seen = self.cfg.data.max_length / 2
+        products = 2 * sum(self.target.layer_weights[:last])
+        return products + sum(4 * width * seen for width in self.target.attention_width[:last])
+
+    def drafter_flops(self) -> tuple[float, float]:
+        """Operations of one batch, forward and backward: (of the context, of one anchor).
+
+        A product costs 2 for each weight and row, and twice that again backward; fc has no input
+        gradient, the frozen head no weight gradient.
+        """
+        spec, train = self.spec, self.cfg.train
+        hidden, features = spec.hidden_size, len(spec.target_layer_ids) * spec.hidden_size
+        keys_values = 2 * spec.num_key_value_heads * spec.head_dim * hidden
+        layer = 2 * spec.num_attention_heads * spec.head_dim * hidden + keys_values
+        layer += 3 * hidden * spec.intermediate_size
+        context = 4 * features * hidden + 6 * spec.num_layers * keys_values
+        seen = self.cfg.data.max_length / 2
+        width = spec.num_attention_heads * spec.head_dim
+        attention = sum(
+            # scores and values forward, five products backward
+            14 * width * (min(seen, spec.sliding_window or seen) if kind == SLIDING else seen)
+            for kind in spec.layer_types
+        )
+        head = (6 if train.kl_weight > 0 else 4) * spec.vocab_size * hidden
+        block = spec.block_size
+        anchor = block * (6 * spec.num_layers * layer + attention) + (block - 1) * head
+        return float(self.cfg.data.token_budget * context), float(anchor)
+
+    def target_speed(self) -> float:
+        """Tokens a second of one device with the target alone; inf if its states are stored."""
+        flops = self.target_flops()
+        return self.rate.target / flops if flops else math.inf
+
+    def drafter_seconds(self) -> tuple[float, float]:
+        """One batch on one device: (without anchors, of each anchor)."""
+        context, anchor = self.drafter_flops()
+        update = self.parameters * OPTIMIZER_BYTES / self.rate.memory / self.cfg.train.grad_accum
+        return context / self.rate.drafter + update, anchor / self.rate.drafter
+
+    def drafter_speed(self) -> float:
+        """Tokens a second of one device with the drafter alone."""
+        fixed, each = self.drafter_seconds()
+        return self.cfg.data.token_budget / (fixed + each * self.cfg.train.max_anchors)
+
+    def sides(self) -> tuple[float, float, float]:
+        """Tokens a second of (all targets, all drafters, the whole run), each on its devices."""
+        topology = self.cfg.topology
+        on_targets, on_drafters = set(topology.targets), set(topology.drafters)
+        target, drafter = self.target_speed(), self.drafter_speed()
+        targets, drafters = target * len(on_targets), drafter * len(on_drafters)
+        # Devices with both roles give their time to the side that needs it.
+        both = len(on_targets | on_drafters) / (1 / target + 1 / drafter)
+        return targets, drafters, min(targets, drafters, both)
+
+    def balanced_anchors(self) -> int:
+        """The max_anchors at which the drafters, on devices of their own, keep up exactly."""
+        targets, _, _ = self.sides()
+        drafters = len(set(self.cfg.topology.drafters))
+        fixed, each = self.drafter_seconds()
+        seconds = drafters * self.cfg.data.token_budget / targets
+        return max(0, int((seconds - fixed) / each / ANCHOR_STEP) * ANCHOR_STEP)
+
+    # -- for people ----------------------------------------------------------------------------
+
+    def lines(self) -> list[str]:
+        """Models, steps, memory, speed and balance."""
+        cfg, info, spec = self.cfg, self.target.info, self.spec
+        steps = f"{cfg.train.steps} steps"
+        if cfg.train.steps is None:
+            steps = f"{cfg.train.epochs} epochs, in steps"
+        start = []
+        if self.start is not None:
+            start = [f"start    {line}" for line in start_differences(spec, self.start)]
+        return [
+            f"target   {cfg.model.target}: {info.num_layers} layers, hidden {info.hidden_size}, "
+            f"vocabulary {info.vocab_size}, {self.target.parameters / 1e9:.2f} B parameters, "
+            f"{cfg.model.dtype} ({self.target.source}); captures layers "
+            f"{list(spec.target_layer_ids)}",
+            f"drafter  {spec.num_layers} layers, {self.parameters / 1e6:.1f} M parameters, "
+            f"block {spec.block_size}, started from {cfg.drafter.init_from}",
+            *start,
+            f"plan     {steps} of {cfg.train.grad_accum * len(cfg.topology.drafters)} batches, "
+            f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each",
+            *self._memory_lines(),
+            *self._speed_lines(),
+        ]
+
+    def _memory_lines(self) -> list[str]:
+        """One for each kind of device: GPUs with the same roles need the same."""
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for device, parts in self.memory.items():
+            alike.setdefault((*parts.items(), self.limit(device)), []).append(device)
+        return [self._memory_line(devices) for devices in alike.values()]
+
+    def _memory_line(self, devices: list[str]) -> str:
+        parts, limit = self.memory[devices[0]], self.limit(devices[0])
+        total = sum(parts.values())
+        numbers = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+        line = f"memory   {' '.join(devices)}: {numbers}; in all {total / GIB:.1f} GiB"
+        if limit is None:
+            return line
+        return f"{line} of {limit / GIB:.1f}, free {(limit - total) / GIB:.1f}"
+
+    def _speed_lines(self) -> list[str]:
+        topology = self.cfg.topology
+        on_targets, on_drafters = set(topology.targets), set(topology.drafters)
+        targets, drafters, whole = self.sides()
+        device = "an H200" if self.kind == "cuda" else "two cores"
+        speed = (
+            f"speed    {whole:,.0f} tokens/s expected at the rates of {device} "
+            f"({self.rate.target / 1e12:g} and {self.rate.drafter / 1e12:g} TFLOP/s); "
+            f"targets alone {targets:,.0f}, drafters alone {drafters:,.0f}"
+        )
+        if self.kind == "cuda" and self.spec.hidden_size < SMALL_HIDDEN:
+            speed += "; kernels this short reach less"
+        if on_targets & on_drafters:
+            share = whole / self.target_speed() / len(on_targets | on_drafters)
+            return [
+                speed,
+                f"balance  shared devices: the target takes {share:.0%} of their time, the "
+                f"drafter {1 - share:.0%}; fewer train.max_anchors make the run faster",
+            ]
+        if math.isinf(targets):
+            return [speed, "balance  the drafters are the slower side: states are stored"]
+        slow, fast = ("targets", "drafters") if targets < drafters else ("drafters", "targets")
+        idle = 1 - min(targets, drafters) / max(targets, drafters)
+        ratio = self.drafter_speed() / self.target_speed()
+        gpus = f"{ratio:.2g}:1" if ratio >= 1 else f"1:{1 / ratio:.2g}"
+        return [
+            speed,
+            f"balance  the {slow} are the slower side, the {fast} wait {idle:.0%} of the time; "
+            f"train.max_anchors {self.balanced_anchors()} or targets to drafters as {gpus} "
+            "would balance it",
+        ]
+
+
+def _family_mask(info: TargetInfo) -> int:
+    known = [i for name, i in FAMILY_MASK_TOKEN_ID.items() if info.model_type.startswith(name)]
+    return next((i for i in known if i < info.vocab_size), 0)
