@@ -45,6 +45,7 @@ from dflash_ext.target import (
     load_tokenizer,
     pick_mask_token_id,
 )
+from dflash_ext.target_fast import fuse_target
 from dflash_ext.target_loop import TargetForwardLoop
 from dflash_ext.text_check import check_text
 
@@ -95,6 +96,10 @@ class Pipeline:
             attn_backend=cfg.model.attn_backend,
             require_fast_gdn=cfg.model.require_fast_gdn,
         )
+        if self.target.device.type == "cuda":
+            fused = fuse_target(self.target.model, self.target.gdn_kernels)
+            counts = ", ".join(f"{count} {what}" for what, count in fused.items())
+            self.target.kernel_lines.append(f"fused modules: {counts or 'none'}")
         info = self.target.info
         self.layer_ids, self.mask_token_id = layers_and_mask(
             cfg, info, self.start, lambda: pick_mask_token_id(info, self.tokenizer)

@@ -233,6 +233,7 @@ def _bind_gdn(target: Target, kernels: GdnKernels) -> None:
             f"model.require_fast_gdn: {target.info.model_type}: found no convolution to replace; "
             "install the extra, pip install 'dflash-ext[conv]', or set false"
         )
+    target.gdn_kernels = kernels
     target.kernel_lines.append(kernels.line())
     if target.device.type != "cuda" or not modules:
         return
@@ -268,6 +269,7 @@ class Target:
         if getattr(head, "bias", None) is not None:
             raise UserError(f"model.target: {info.model_type}: found a head bias, want none")
         self.layers = layers
+        self.gdn_kernels: GdnKernels | None = None
         self.kernel_lines: list[str] = []  # which fast kernels run, for the log
         self.embed_weight: Tensor = model.get_input_embeddings().weight
         self.head_weight: Tensor = head.weight
