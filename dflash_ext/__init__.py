@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+from dflash_ext.allocator import set_allocator
+
+set_allocator()  # before torch is there
+
+import torch  # noqa: E402
 
 __version__ = "0.1.0"
 
