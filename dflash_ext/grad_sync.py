@@ -29,6 +29,10 @@ def make_store() -> dist.Store:
     return dist.HashStore()
 
 
+class SyncError(RuntimeError):
+    """Another rank stays away or has gone."""
+
+
 class GradSync:
     """One rank of the gradient all-reduce: made anywhere, then used by one drafter thread.
 
@@ -56,7 +60,7 @@ class GradSync:
 
     Raises (``connect``, ``all_reduce``, ``start``, ``finish``, ``barrier``):
         RuntimeError: names this rank and, where known, the ranks that did not come, when another
-            rank stays away longer than ``timeout_s``, fails, or ``stop`` is set.
+            rank stays away longer than ``timeout_s``, fails (both SyncError), or ``stop`` is set.
     """
 
     def __init__(
@@ -205,9 +209,12 @@ class GradSync:
         self._store.set(keys[self.rank], value)
 
         def all_there() -> bool:
-            # Ends with the slice or, of course, when all have come; both are asked for below.
-            with contextlib.suppress(RuntimeError):
-                self._store.wait(keys, datetime.timedelta(seconds=POLL_S))
+            if isinstance(self._store.underlying_store, dist.HashStore):
+                # Ends with the slice or, of course, when all have come.
+                with contextlib.suppress(RuntimeError):
+                    self._store.wait(keys, datetime.timedelta(seconds=POLL_S))
+            elif not self._store.check(keys):
+                time.sleep(1e-3)  # a TCPStore's wait writes a warning each time that it ends
             return self._store.check(keys)
 
         self._poll(what, all_there, keys)
@@ -245,7 +252,7 @@ class GradSync:
             work: dist.Work = self._group.allreduce([flat], options)
             return work
         except RuntimeError as error:
-            raise RuntimeError(f"rank {self.rank}: all-reduce failed: {error}") from error
+            raise SyncError(f"rank {self.rank}: all-reduce failed: {error}") from error
 
     def _wait(self, work: dist.Work, what: str) -> None:
         def done() -> bool:
@@ -259,7 +266,7 @@ class GradSync:
         try:
             work.wait()  # on a GPU: of the current stream, not of this thread
         except RuntimeError as error:
-            raise RuntimeError(f"rank {self.rank}: {what} failed: {error}") from error
+            raise SyncError(f"rank {self.rank}: {what} failed: {error}") from error
         self._unfinished -= 1
 
     def _poll(self, what: str, done: Callable[[], bool], keys: Sequence[str] | None = None) -> None:
@@ -269,7 +276,7 @@ class GradSync:
             if self._stop.is_set():
                 raise RuntimeError(f"rank {self.rank}: left the {what}, the run is stopping")
             if time.monotonic() > deadline:
-                raise RuntimeError(
+                raise SyncError(
                     f"rank {self.rank}: {what} timed out after {self._timeout_s:g} s"
                     f" waiting for {self._laggards(keys)}"
                 )

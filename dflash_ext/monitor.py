@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dflash_ext.acceptance import accept_len, accept_len_pooled
 from dflash_ext.drafter.loop import DrafterTrainLoop, Mark
 from dflash_ext.hs_queue import BufferedHSQueue
 from dflash_ext.logger import RunLogger
+from dflash_ext.machines import Machines
 from dflash_ext.metrics import merge_words, summarise
 from dflash_ext.supervisor import Worker
 from dflash_ext.target_loop import TargetForwardLoop
@@ -17,17 +20,34 @@ from dflash_ext.target_loop import TargetForwardLoop
 POLL_S = 0.1
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one process adds to the row of a step: counters, and totals since it began."""
+
+    step: int
+    words: list[int]
+    tokens: int
+    busy_s: float
+    target_busy_s: float
+    queue_depth: int
+    dropped: int
+
+
 class Monitor:
     """Merges the drafters' metric records by step, adds rates, logs rows in order of step.
 
+    With several processes, process 0 logs the sums over all; the others send it their shares.
+
     Args:
+        logger: None in a process that sends its shares.
+        machines: all processes of the run, each with as many drafters and targets.
         tokens_before: tokens trained by the run's earlier parts (resume).
         finished: whether all drafters have ended.
     """
 
     def __init__(
         self,
-        logger: RunLogger,
+        logger: RunLogger | None,
         *,
         drafters: list[DrafterTrainLoop],
         targets: list[TargetForwardLoop],
@@ -37,13 +57,14 @@ class Monitor:
         max_nonfinite_steps: int,
         tokens_before: int,
         finished: Callable[[], bool],
+        machines: Machines,
     ) -> None:
         self.logger = logger
         self.drafters, self.targets, self.queues = drafters, targets, queues
         self.lr_at, self.block_size = lr_at, block_size
         self.max_nonfinite_steps = max_nonfinite_steps
         self.tokens_before = tokens_before
-        self.finished = finished
+        self.finished, self.machines = finished, machines
         self.evals: dict[int, dict[str, float]] = {}
         self.tokens = tokens_before
         self.train_seconds = 0.0
@@ -51,6 +72,9 @@ class Monitor:
         self._last_step = drafters[0].steps.start
         self._nonfinite_in_a_row = 0
         self._words: dict[int, list[list[int]]] = {}
+        self._times: dict[int, float] = {}
+        self._world = len(drafters) * machines.count
+        self._shares: dict[int, list[Share]] = {}
         self._rows: dict[int, dict[str, Any]] = {}
         self._marks: dict[int, list[Mark]] = {}
         self._last: tuple[float, int, float, float] | None = None
@@ -65,6 +89,8 @@ class Monitor:
             self._flush(everything=finished)
             if finished:
                 self.train_seconds = time.perf_counter() - start
+                if self.logger is None:
+                    self.machines.send("")
                 return
             time.sleep(POLL_S)
 
@@ -83,43 +109,72 @@ class Monitor:
                 }
         for step in [s for s, w in self._words.items() if len(w) == len(self.drafters)]:
             if len(self._marks.get(step, [])) == len(self.drafters):
-                row = self._training_row(step, self._words.pop(step), self._marks.pop(step))
-                self._rows[step] = row
-                self._forget_before(step)
-                self.logger.progress(step, row)
+                self._add_share(self._share(step, self._words.pop(step), self._marks.pop(step)))
+        if self.logger is not None:
+            for text in self.machines.receive():
+                self._add_share(Share(**json.loads(text)))
 
-    def _training_row(self, step: int, words: list[list[int]], marks: list[Mark]) -> dict[str, Any]:
-        row: dict[str, Any] = summarise(merge_words(words), self.block_size)
+    def _share(self, step: int, words: list[list[int]], marks: list[Mark]) -> Share:
+        self._times[step] = max(mark.time for mark in marks)
+        return Share(
+            step=step,
+            words=merge_words(words),
+            tokens=sum(mark.tokens for mark in marks),
+            busy_s=sum(mark.busy_s for mark in marks),
+            target_busy_s=sum(loop.busy_s for loop in self.targets),
+            queue_depth=sum(q.depth() for q in self.queues),
+            dropped=sum(loop.stream.dropped for loop in self.drafters),
+        )
+
+    def _add_share(self, share: Share) -> None:
+        """Makes the row of a step once all processes' shares are there."""
+        if self.logger is None:
+            self.machines.send(json.dumps(asdict(share)))
+            return
+        shares = self._shares.setdefault(share.step, [])
+        shares.append(share)
+        if len(shares) == self.machines.count:
+            self._forget_before(share.step)
+            row = self._training_row(share.step, self._shares.pop(share.step))
+            self._rows[share.step] = row
+            self.logger.progress(share.step, row)
+
+    def _training_row(self, step: int, shares: list[Share]) -> dict[str, Any]:
+        row: dict[str, Any] = summarise(
+            merge_words([share.words for share in shares]), self.block_size
+        )
         assert self._last is not None
         last_time, last_tokens, last_busy, last_target_busy = self._last
-        now = max(mark.time for mark in marks)
-        tokens = sum(mark.tokens for mark in marks)
-        busy = sum(mark.busy_s for mark in marks)
-        target_busy = sum(loop.busy_s for loop in self.targets)
+        now = self._times.pop(step)  # by this process's clock
+        tokens = sum(share.tokens for share in shares)
+        busy = sum(share.busy_s for share in shares)
+        target_busy = sum(share.target_busy_s for share in shares)
         span = max(now - last_time, 1e-9)
+        targets = len(self.targets) * self.machines.count
         self._last = (now, tokens, busy, target_busy)
         self.tokens = self.tokens_before + tokens
         row |= {
             "lr": self.lr_at(step - 1),
             "tokens": self.tokens,
             "tokens_per_s": (tokens - last_tokens) / span,
-            "dropped_metrics": sum(loop.stream.dropped for loop in self.drafters),
-            "queue_depth": sum(q.depth() for q in self.queues),
-            "target_busy": min(1.0, (target_busy - last_target_busy) / span / len(self.targets)),
-            "drafter_busy": min(1.0, (busy - last_busy) / span / len(self.drafters)),
+            "dropped_metrics": sum(share.dropped for share in shares),
+            "queue_depth": sum(share.queue_depth for share in shares),
+            "target_busy": min(1.0, (target_busy - last_target_busy) / span / targets),
+            "drafter_busy": min(1.0, (busy - last_busy) / span / self._world),
         }
         return row
 
     def _forget_before(self, step: int) -> None:
         """A record lost in a full ring must not keep its step's other records for ever."""
-        for waiting in (self._words, self._marks):
+        waiting: dict[int, Any]
+        for waiting in (self._words, self._marks, self._shares, self._times):
             for old in [s for s in waiting if s < step]:
                 del waiting[old]
 
     def _check_finite(self, step: int, row: dict[str, Any]) -> None:
         """Steps skipped in a row, to the granularity of what is published."""
         made, self._last_step = step - self._last_step, step
-        skipped = row.get("nonfinite_steps", 0) // len(self.drafters)
+        skipped = row.get("nonfinite_steps", 0) // self._world
         self._nonfinite_in_a_row = self._nonfinite_in_a_row + made if skipped == made else skipped
         if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise RuntimeError(
@@ -129,6 +184,8 @@ class Monitor:
 
     def _flush(self, everything: bool) -> None:
         """Logs complete rows in ascending order; an evaluation joins the row of its step."""
+        if self.logger is None:
+            return
         new_evals = {step for step in self.evals if step > self._logged_step}
         for step in sorted(self._rows.keys() | new_evals):
             awaits_eval = step in self.drafters[0].eval_steps and step not in self.evals

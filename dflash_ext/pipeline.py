@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import queue
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from dflash_ext.data.check import describe_data
 from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load_examples
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
 from dflash_ext.data.sources import text_files
+from dflash_ext.describe import common_facts
 from dflash_ext.drafter.init import (
     init_from_folder,
-    start_differences,
     start_spec,
 )
 from dflash_ext.drafter.loop import DrafterTrainLoop
@@ -33,6 +34,7 @@ from dflash_ext.hidden_cache import HiddenCache
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.layout import BlockLayout
 from dflash_ext.logger import RunLogger
+from dflash_ext.machines import Machines
 from dflash_ext.metrics import MetricStream
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import build_optimizer
@@ -53,19 +55,30 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Pipeline:
-    """One run on this machine: data, targets, queues, drafters, monitor.
+    """One process's part of a run: data, targets, queues, drafters, monitor.
+
+    Drafters have ranks over all processes: this one's are ``machines.rank * D`` and the D - 1 after
+    it. Process 0 evaluates and writes.
 
     Raises (from the constructor):
+        RunFailed: another process failed.
         UserError: for a setting or input that cannot work, before any thread starts.
     """
 
-    def __init__(self, cfg: Config, run_dir: Path, resume: bool = False) -> None:
+    def __init__(
+        self, cfg: Config, run_dir: Path, resume: bool = False, machines: Machines | None = None
+    ) -> None:
         check_topology(cfg.topology)
         self.cfg, self.run_dir = cfg, run_dir
         self.dtype = DTYPES[cfg.model.dtype]
-        self.world = len(cfg.topology.drafters)
+        self.machines = machines or Machines()
+        own = len(cfg.topology.drafters)
+        self.world = own * self.machines.count
+        self.ranks = range(self.machines.rank * own, (self.machines.rank + 1) * own)
         self.checkpoints = CheckpointManager(run_dir / "checkpoints", cfg.checkpoint)
-        self.resume = load_resume(self.checkpoints, cfg) if resume else Resume()
+        self.resume = Resume()
+        if resume:
+            self.resume = load_resume(self.checkpoints, cfg, self.machines.count)
         self.start = self.resume.drafter or start_spec(cfg.drafter)
         self._load_data_and_target()
         self.resume.check_same_text(self.data_hash)
@@ -76,11 +89,13 @@ class Pipeline:
                 f"train.steps: found {self.total_steps}, want at least {self.resume.step}, "
                 "the checkpoint's step"
             )
-        self.supervisor = Supervisor(cfg.train.stall_timeout_s)
-        workers = len(cfg.topology.targets) + self.world
+        self.supervisor = Supervisor(cfg.train.stall_timeout_s, self._ending_signal)
+        workers = len(cfg.topology.targets) + own
         cores = len(os.sched_getaffinity(0))
         self.cpu_threads = cfg.topology.cpu_threads or max(1, cores // workers)
         self._build_stages()
+        if self.machines.several:
+            self.machines.check_same(common_facts(self))
 
     # -- building ------------------------------------------------------------------------------
 
@@ -150,6 +165,7 @@ class Pipeline:
         cfg = self.cfg
         self.tickets: queue.Queue[Ticket | None] = queue.Queue(2 * len(cfg.topology.targets) + 1)
         self.queues = [self._hs_queue(device) for device in cfg.topology.drafters]
+        self._step_tokens: defaultdict[int, int] = defaultdict(int)
         self.eval_steps: set[int] = set()
         if self.eval_examples:
             every = cfg.train.eval_every
@@ -159,16 +175,17 @@ class Pipeline:
             self.eval_steps.discard(self.resume.step)  # its result is in the checkpoint
         self.num_eval_plans = sum(1 for _ in self.planner.iter_eval_plans())
         self.prefetcher = BatchPrefetcher(self.planner)
-        common = (self.layer_ids, self.tickets, self.queues, self.supervisor, self.cpu_threads)
+        queues = dict(zip(self.ranks, self.queues, strict=True))
+        common = (self.layer_ids, self.tickets, queues, self.supervisor, self.cpu_threads)
         self.target_loops = [
             TargetForwardLoop(t, *common, self.cache) for t in self._target_replicas()
         ]
         heads = self._heads()
-        store = make_store()
-        models = [self.model, *(copy.deepcopy(self.model) for _ in range(self.world - 1))]
+        store = self.machines.store or make_store()
+        models = [self.model, *(copy.deepcopy(self.model) for _ in self.ranks[1:])]
         self.drafter_loops = [
-            self._drafter_loop(rank, models[rank], heads[device], store)
-            for rank, device in enumerate(cfg.topology.drafters)
+            self._drafter_loop(rank, device, model, heads[device], store)
+            for rank, device, model in zip(self.ranks, cfg.topology.drafters, models, strict=True)
         ]
 
     def _target_replicas(self) -> list[Target]:
@@ -211,10 +228,9 @@ class Pipeline:
         return BufferedHSQueue(slots, self.supervisor)
 
     def _drafter_loop(
-        self, rank: int, model: DFlashDraftModel, head: FrozenHead, store: Any
+        self, rank: int, place: str, model: DFlashDraftModel, head: FrozenHead, store: Any
     ) -> DrafterTrainLoop:
-        cfg = self.cfg
-        device = torch.device(cfg.topology.drafters[rank])
+        cfg, device = self.cfg, torch.device(place)
         model.to(device)
         optimizer = build_optimizer(list(model.named_parameters()), cfg.train, self.total_steps)
         if self.resume.tensors:
@@ -227,7 +243,7 @@ class Pipeline:
             head=head,
             objective=Objective(cfg.train, self.layout),
             optimizer=optimizer,
-            hs_queue=self.queues[rank],
+            hs_queue=self.queues[rank - self.ranks.start],
             grad_sync=GradSync(
                 rank,
                 self.world,
@@ -245,13 +261,13 @@ class Pipeline:
             save=self._save if rank == 0 else None,
             best_score=max(self.checkpoints.scores().values(), default=-math.inf),
             cpu_threads=self.cpu_threads,
-            eval_threads=self.cpu_threads * (len(cfg.topology.targets) + self.world),
+            eval_threads=self.cpu_threads * (len(cfg.topology.targets) + len(self.ranks)),
         )
 
     # -- running -------------------------------------------------------------------------------
 
-    def run(self, logger: RunLogger) -> Monitor:
-        """Trains to the end, to a signal, or to the first error (RunFailed)."""
+    def run(self, logger: RunLogger | None) -> Monitor:
+        """Trains to the end, to a signal, or to the first error (RunFailed). Process 0 logs."""
         supervisor = self.supervisor
         workers: list[Worker] = []
         self.monitor = Monitor(
@@ -263,15 +279,21 @@ class Pipeline:
             block_size=self.layout.size,
             max_nonfinite_steps=self.cfg.train.max_nonfinite_steps,
             tokens_before=self.tokens_before,
-            finished=lambda: not any(w.thread and w.thread.is_alive() for w in workers),
+            finished=lambda: (
+                not any(w.thread and w.thread.is_alive() for w in workers)
+                and (self.machines.rank != 0 or self.machines.all_ended or supervisor.stop.is_set())
+            ),
+            machines=self.machines,
         )
         for device in self.gpus():  # the workers' streams do not wait for this one's
             torch.cuda.synchronize(device)
         supervisor.spawn("prefetcher", self._prefetch)
         for i, target_loop in enumerate(self.target_loops):
             supervisor.spawn(f"target {i}", target_loop.run)
-        for rank, drafter_loop in enumerate(self.drafter_loops):
-            workers.append(supervisor.spawn(f"drafter {rank}", drafter_loop.run))
+        for loop in self.drafter_loops:
+            workers.append(supervisor.spawn(f"drafter {loop.rank}", loop.run))
+        if self.machines.several:
+            supervisor.spawn("machines", lambda worker: self.machines.watch(worker, supervisor))
         monitor = supervisor.spawn("monitor", self.monitor.run)
         supervisor.wait([*workers, monitor])
         self.checkpoints.close()
@@ -281,41 +303,6 @@ class Pipeline:
         """The GPUs of this run."""
         topology = self.cfg.topology
         return sorted({d for d in [*topology.targets, *topology.drafters] if d != "cpu"})
-
-    def describe(self) -> list[str]:
-        """What is about to run, for people: models, text, steps, memory."""
-        info, spec, cfg = self.target.info, self.model.spec, self.cfg
-        mib = 1 / 2**20
-        per_param = 16 if self.dtype == torch.float32 else 18  # bytes; fp32 is its own master
-        params = sum(p.numel() for p in self.model.parameters())
-        slots = sum(t.nbytes for q in self.queues for t in q.tensors())
-        mask = self.tokenizer.convert_ids_to_tokens(spec.mask_token_id)
-        target_bytes = sum(p.nbytes for p in self.target.model.parameters())
-        return [
-            f"target   {cfg.model.target}: {info.num_layers} layers, hidden {info.hidden_size}, "
-            f"vocabulary {info.vocab_size}, {cfg.model.dtype}; captures layers {self.layer_ids}",
-            *(f"target   {line}" for line in self.target.kernel_lines),
-            f"drafter  {spec.num_layers} layers, {params / 1e6:.1f} M parameters, "
-            f"block {spec.block_size}, mask token {mask!r} ({spec.mask_token_id}), "
-            f"started from {cfg.drafter.init_from}",
-            *self._start_lines(),
-            *self.data_report.lines(),
-            *self.text.lines(),
-            *self.cache_lines,
-            f"plan     {self.total_steps} steps of {cfg.train.grad_accum * self.world} batches, "
-            f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each, "
-            f"{self.planner.padding_share():.1%} padding; {len(self.eval_examples)} held-out texts",
-            f"threads  targets {cfg.topology.targets}, drafters {cfg.topology.drafters}, "
-            f"{self.cpu_threads} CPU thread(s) each",
-            f"memory   target {target_bytes * mib:.0f} MiB, slots {slots * mib:.0f} MiB, drafter "
-            f"weights, gradients and optimizer {params * per_param * self.world * mib:.0f} MiB",
-        ]
-
-    def _start_lines(self) -> list[str]:
-        """Where a run departs from what the weights it starts from were trained with."""
-        if self.start is None or self.resume.drafter is not None:
-            return []
-        return [f"start    {line}" for line in start_differences(self.model.spec, self.start)]
 
     def describe_data(self) -> list[str]:
         """What the model will see. Raises UserError for a mask that cannot be meant."""
@@ -332,6 +319,10 @@ class Pipeline:
         gpus = self.gpus()
         for ticket in self.prefetcher.tickets(self.resume.step, self.eval_steps):
             worker.at(f"step {ticket.step}, batch {ticket.plan.batch_id}")
+            if ticket.kind == "train":
+                self._step_tokens[ticket.step] += ticket.plan.n_tokens
+            if ticket.drafter not in self.ranks:
+                continue
             if gpus:  # copies from memory that is not pinned would wait
                 ticket = dataclasses.replace(ticket, plan=ticket.plan.pin_memory())
             self.supervisor.put(self.tickets, ticket)
@@ -345,7 +336,7 @@ class Pipeline:
         tensors |= {f"optimizer.{k}": v for k, v in loop.optimizer.state_tensors().items()}
         score = loop.scores.get(step)
         meta = {
-            "tokens": self.tokens_before + sum(d.tokens for d in self.drafter_loops),
+            "tokens": self.tokens_before + self._tokens_up_to(step),
             "data_hash": self.data_hash,
             "text": self.text.facts(),
             "world": self.world,
@@ -355,6 +346,13 @@ class Pipeline:
             "accept_len_before": self.accept_len_before,
         }
         self.checkpoints.save(step, tensors, meta, score)
+
+    def _tokens_up_to(self, step: int) -> int:
+        """Tokens that all drafters have trained since this process began."""
+        return sum(self._step_tokens[s] for s in range(self.resume.step, step))
+
+    def _ending_signal(self, step: int, signum: int | None) -> int | None:
+        return self.machines.ending_signal(step, signum, self.supervisor.check)
 
     @property
     def tokens_before(self) -> int:

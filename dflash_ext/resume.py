@@ -62,7 +62,7 @@ class Resume:
             )
 
 
-def load_resume(checkpoints: CheckpointManager, cfg: Config) -> Resume:
+def load_resume(checkpoints: CheckpointManager, cfg: Config, processes: int = 1) -> Resume:
     """The newest intact checkpoint. Raises UserError if there is none, or none of this run."""
     tensors, meta = checkpoints.load()
     place = f"{checkpoints.folder}, step {meta['step']}"
@@ -73,7 +73,7 @@ def load_resume(checkpoints: CheckpointManager, cfg: Config) -> Resume:
                 f"want a checkpoint of this program"
             )
     _check_same_run(meta["config"], cfg, place)
-    world = len(cfg.topology.drafters)
+    world = processes * len(cfg.topology.drafters)
     if meta["world"] != world:
         raise UserError(
             f"topology.drafters: found {world}, want {meta['world']} drafters "

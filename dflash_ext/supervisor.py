@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 POLL_S = 0.1
 JOIN_S = 8.0
+EndingSignal = Callable[[int, int | None], int | None]
 
 
 class Stopped(Exception):
@@ -55,14 +56,21 @@ class Supervisor:
     Args:
         stall_timeout_s: seconds without progress of any worker after which all stacks are
             dumped to stderr and the run fails.
+        ending_signal: asked once a step, with the step and the signal that this process knows of:
+            the signal that ends the run before that step, or None. Several processes agree here.
     """
 
-    def __init__(self, stall_timeout_s: float) -> None:
+    def __init__(
+        self, stall_timeout_s: float, ending_signal: EndingSignal = lambda _step, signum: signum
+    ) -> None:
         self.stall_timeout_s = stall_timeout_s
+        self._ending_signal = ending_signal
         self.stop = threading.Event()
         self.signum: int | None = None
         self._workers: list[Worker] = []
         self._lock = threading.Lock()
+        self._step_lock = threading.Lock()
+        self._signalled = False
         self._error: tuple[str, BaseException] | None = None
         self._started_step = -1
         self._stop_at: int | None = None
@@ -101,9 +109,11 @@ class Supervisor:
         After a signal, every drafter stops behind the furthest step that any of them has begun,
         so that all ranks end with the same weights.
         """
-        with self._lock:
-            if self.signum is not None and self._stop_at is None:
-                self._stop_at = self._started_step + 1
+        with self._step_lock:
+            if step > self._started_step and self._stop_at is None:
+                signum = self._ending_signal(step, self.signum)
+                if signum is not None:
+                    self.signum, self._stop_at = signum, step
             if self._stop_at is not None and step >= self._stop_at:
                 return False
             self._started_step = max(self._started_step, step)
@@ -113,8 +123,9 @@ class Supervisor:
 
     def install_signal_handlers(self) -> None:
         def handler(signum: int, _frame: FrameType | None) -> None:
-            if self.signum is not None:
+            if self._signalled:
                 os._exit(128 + signum)
+            self._signalled = True
             self.signum = signum
 
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -126,6 +137,10 @@ class Supervisor:
         self._workers.append(worker)
         worker.thread.start()
         return worker
+
+    def beats(self) -> int:
+        """How often the workers have made progress, in all."""
+        return sum(worker.beats for worker in self._workers)
 
     def fail(self, place: str, error: BaseException) -> None:
         """Records the first error and ends the run."""
@@ -143,7 +158,7 @@ class Supervisor:
         seen, since = -1, time.monotonic()
         while not self.stop.is_set() and any(w.thread.is_alive() for w in until_done if w.thread):
             self.stop.wait(POLL_S)
-            beats = sum(w.beats for w in self._workers)
+            beats = self.beats()
             if beats != seen:
                 seen, since = beats, time.monotonic()
             elif time.monotonic() - since > self.stall_timeout_s:

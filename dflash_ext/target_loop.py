@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class TargetForwardLoop:
     Args:
         target: this thread's own replica.
         tickets: shared by all targets; None in it ends the loop (and is put back for the others).
-        queues: one per drafter.
+        queues: of this process's drafters, by their rank.
         cache: where training batches come from instead of a forward pass, if not None.
     """
 
@@ -36,7 +37,7 @@ class TargetForwardLoop:
         target: Target,
         layer_ids: list[int],
         tickets: queue.Queue[Ticket | None],
-        queues: list[BufferedHSQueue],
+        queues: Mapping[int, BufferedHSQueue],
         supervisor: Supervisor,
         cpu_threads: int,
         cache: HiddenCache | None = None,

@@ -15,10 +15,12 @@ import transformers
 
 import dflash_ext
 from dflash_ext.acceptance import accept_len, prompt_lookup_lengths, text_end
-from dflash_ext.config import Config, UserError, parse_config, run_command, save_config
+from dflash_ext.config import Config, Flags, UserError, parse_config, run_command, save_config
 from dflash_ext.data.conversations import prompt_and_answer
+from dflash_ext.describe import describe
 from dflash_ext.export import check_replaceable, write_export
 from dflash_ext.logger import RunLogger, print_summary, read_metrics, write_summary
+from dflash_ext.machines import Machines, join_machines
 from dflash_ext.monitor import Monitor
 from dflash_ext.pipeline import Pipeline
 from dflash_ext.plan import Plan
@@ -29,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     argv = sys.argv[1:] if argv is None else argv
     cfg, flags = parse_config(argv)
-    run_dir = Path(cfg.log.dir) / cfg.log.name
+    run_dir = _run_dir(cfg)
     saved = run_dir / "config.yaml"
     if flags.resume and saved.exists() and not any(a.startswith("--config") for a in argv):
         cfg, flags = parse_config(["--config", str(saved), *argv])
@@ -38,36 +40,55 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join([*plan.lines(), "nothing was loaded, nothing was trained"]))
         plan.check_memory()
         return 0
+    try:
+        with join_machines(cfg.train.stall_timeout_s) as machines:
+            return _run(cfg, flags, machines, start)
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)  # a worker has printed its traceback
+        return 1
+
+
+def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
+    run_dir = _run_dir(cfg)
+    writes = machines.rank == 0
     if not (flags.resume or "cpu" in cfg.topology.drafters):
         Plan(cfg).check_memory()
-    if not flags.check_data:
+    if writes and not flags.check_data:
         _check_run_dir(run_dir, flags.resume)
         check_replaceable(run_dir / "export")
     print(f"loading  {cfg.model.target}", flush=True)
-    pipeline = Pipeline(cfg, run_dir, resume=flags.resume)
+    pipeline = Pipeline(cfg, run_dir, flags.resume, machines)
     if flags.check_data:
         print("\n".join([*pipeline.describe_data(), "nothing was trained"]))
         return 0
-    print("\n".join(pipeline.describe()), flush=True)
+    print("\n".join(describe(pipeline)), flush=True)
 
     pipeline.supervisor.install_signal_handlers()
-    logger = RunLogger(cfg, run_dir, pipeline.total_steps, pipeline.resume.step)
-    save_config(cfg, run_dir / "config.yaml")
+    logger = None
+    if writes:
+        logger = RunLogger(cfg, run_dir, pipeline.total_steps, pipeline.resume.step)
+        save_config(cfg, run_dir / "config.yaml")
     try:
         monitor = pipeline.run(logger)
     except RunFailed as error:
-        print(f"error: {error}", file=sys.stderr)  # the worker has printed its traceback
-        return 1
+        raise RunFailed(machines.explain(error)) from error
     finally:
-        logger.close()
+        if logger is not None:
+            logger.close()
     if pipeline.supervisor.signum is not None and pipeline.done_steps < pipeline.total_steps:
         print(f"stopped by signal after step {pipeline.done_steps}; go on with --resume")
         return 128 + pipeline.supervisor.signum
+    if not writes:
+        return 0
     write_export(pipeline.drafter_loops[0].model, run_dir / "export")
     summary = _summary(pipeline, monitor, time.perf_counter() - start)
     write_summary(run_dir, summary)
     print_summary(summary | _advice(cfg, pipeline, run_dir))
     return 0
+
+
+def _run_dir(cfg: Config) -> Path:
+    return Path(cfg.log.dir) / cfg.log.name
 
 
 def _check_run_dir(run_dir: Path, resume: bool) -> None:

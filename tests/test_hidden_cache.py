@@ -118,7 +118,7 @@ def test_slots_hold_what_the_target_would_write(
     planner = BatchPlanner(
         cache._examples, stored, TrainConfig(max_anchors=8), BlockLayout(4), 1
     )  # fmt: skip
-    loop = TargetForwardLoop(target, WANTED, None, [], None, 1, cache)  # type: ignore[arg-type]
+    loop = TargetForwardLoop(target, WANTED, None, {}, None, 1, cache)  # type: ignore[arg-type]
     seen = set()
     for batch_id in range(4):
         ticket = Ticket(planner.batch(batch_id), 0, batch_id, "train", batch_id)

@@ -226,7 +226,8 @@ class DrafterTrainLoop:
         torch.set_num_threads(self.eval_threads)
         for i in range(self.num_eval_plans):
             worker.at(f"step {step}, evaluation batch {i}")
-            if self.supervisor.signum is not None:
+            # Where other drafters have begun the step, it is made: behind its evaluation
+            if self.supervisor.signum is not None and not self.supervisor.begin_step(step):
                 return
             slot = self.hs_queue.get()
             assert slot.ticket is not None and slot.ticket.kind == "eval"

@@ -1,0 +1,90 @@
+"""What a pipeline is about to run: for people, and for the other processes of the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dflash_ext.config import to_dict
+from dflash_ext.drafter.init import start_differences
+
+if TYPE_CHECKING:
+    from dflash_ext.pipeline import Pipeline
+
+# Fields of drafter and train that may differ from machine to machine.
+MAY_DIFFER = {
+    *("drafter.init_from", "train.recompute", "train.cuda_graph", "train.stall_timeout_s"),
+    *("train.metrics_every", "train.max_nonfinite_steps"),
+}
+
+
+def describe(run: Pipeline) -> list[str]:
+    """What is about to run, for people: models, text, steps, memory."""
+    info, spec, cfg = run.target.info, run.model.spec, run.cfg
+    mib = 1 / 2**20
+    per_param = 16 if run.dtype == torch.float32 else 18  # bytes; fp32 is its own master
+    params = sum(p.numel() for p in run.model.parameters())
+    slots = sum(t.nbytes for q in run.queues for t in q.tensors())
+    mask = run.tokenizer.convert_ids_to_tokens(spec.mask_token_id)
+    target_bytes = sum(p.nbytes for p in run.target.model.parameters())
+    return [
+        f"target   {cfg.model.target}: {info.num_layers} layers, hidden {info.hidden_size}, "
+        f"vocabulary {info.vocab_size}, {cfg.model.dtype}; captures layers {run.layer_ids}",
+        *(f"target   {line}" for line in run.target.kernel_lines),
+        f"drafter  {spec.num_layers} layers, {params / 1e6:.1f} M parameters, "
+        f"block {spec.block_size}, mask token {mask!r} ({spec.mask_token_id}), "
+        f"started from {cfg.drafter.init_from}",
+        *_start_lines(run),
+        *run.data_report.lines(),
+        *run.text.lines(),
+        *run.cache_lines,
+        f"plan     {run.total_steps} steps of {cfg.train.grad_accum * run.world} batches, "
+        f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each, "
+        f"{run.planner.padding_share():.1%} padding; {len(run.eval_examples)} held-out texts",
+        *_machine_lines(run),
+        f"threads  targets {cfg.topology.targets}, drafters {cfg.topology.drafters}, "
+        f"{run.cpu_threads} CPU thread(s) each",
+        f"memory   target {target_bytes * mib:.0f} MiB, slots {slots * mib:.0f} MiB, drafter "
+        f"weights, gradients and optimizer {params * per_param * len(run.ranks) * mib:.0f} MiB",
+    ]
+
+
+def _machine_lines(run: Pipeline) -> list[str]:
+    if not run.machines.several:
+        return []
+    return [
+        f"machines {run.machines.count}, this is process {run.machines.rank} with drafters "
+        f"{list(run.ranks)} of {run.world}; process 0 writes"
+    ]
+
+
+def _start_lines(run: Pipeline) -> list[str]:
+    """Where a run departs from what the weights it starts from were trained with."""
+    if run.start is None or run.resume.drafter is not None:
+        return []
+    return [f"start    {line}" for line in start_differences(run.model.spec, run.start)]
+
+
+def common_facts(run: Pipeline) -> dict[str, object]:
+    """What must be the same in all processes, by the field that decides it."""
+    cfg = to_dict(run.cfg)
+    fields = {
+        f"{section}.{name}": value
+        for section in ("drafter", "train")
+        for name, value in cfg[section].items()
+        if f"{section}.{name}" not in MAY_DIFFER
+    }
+    # Of the bits: a sum of floats depends on the order in which a machine adds.
+    weights = sum(
+        int(p.detach().reshape(-1).view(torch.int16).sum()) for p in run.model.parameters()
+    )
+    return fields | {
+        "topology.drafters": f"{len(run.ranks)} drafters",
+        "data.train": f"text with hash {run.data_hash[:12]}",
+        "data.seed": run.cfg.data.seed,
+        "data.token_budget": run.cfg.data.token_budget,
+        "log.every": run.cfg.log.every,
+        "checkpoints": f"step {run.resume.step}",
+        "drafter.init_from": f"weights with checksum {weights}",
+    }
