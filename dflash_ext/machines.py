@@ -77,14 +77,20 @@ class Machines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Tells the others how this process ended, unless one of them was the reason."""
+        """Tells the others how this process ended, unless one of them was the reason.
+
+        The store may end with process 0: it gives the others time to read why.
+        """
         if not self.several:
             return
         with contextlib.suppress(RuntimeError):  # the store may have gone before
-            if error is None:
-                self._notes.set(f"end/{self.rank}", "")
-            elif self.trouble is None:
+            if error is not None and self.trouble is None:
                 self._notes.set(f"failed/{self.rank}", str(error).partition("\n")[0] or repr(error))
+            self._notes.set(f"end/{self.rank}", "")
+            deadline = time.monotonic() + EXPLAIN_S
+            ends = [f"end/{rank}" for rank in self._others]
+            while self.rank == 0 and not self._notes.check(ends) and time.monotonic() < deadline:
+                time.sleep(SLICE_S)
         self._close.set()
         self._thread.join(2 * BEAT_S)
 
@@ -201,10 +207,13 @@ class Machines:
 
     def _wait_for(self, key: str, check: Callable[[], None]) -> str:
         # What has come counts, even from a process that has failed since.
-        while not self._notes.check([key]):
-            check()
-            time.sleep(POLL_S)  # the store's own wait writes a warning each time that it ends
-        return self._notes.get(key).decode()
+        try:
+            while not self._notes.check([key]):
+                check()
+                time.sleep(POLL_S)  # the store's own wait writes a warning each time that it ends
+            return self._notes.get(key).decode()
+        except dist.DistError as error:
+            raise RunFailed(self._lost_store(error)) from error
 
     def _beat(self) -> None:
         number = 0
@@ -214,9 +223,12 @@ class Machines:
                 self._notes.set(f"beat/{self.rank}", f"{number} {self.progress()}")
                 self._listen()
             except RuntimeError as error:
-                reason = str(error).partition("\n")[0]
-                self.trouble = f"process 0 of {self.count} is lost, or its store: {reason}"
+                self.trouble = self._lost_store(error)
                 return
+
+    def _lost_store(self, error: RuntimeError) -> str:
+        reason = str(error).partition("\n")[0]
+        return f"process 0 of {self.count} is lost, or its store: {reason}"
 
     def _listen(self) -> None:
         now = time.monotonic()
