@@ -78,7 +78,7 @@ class BucketPlan:
 
 def follows(before: Tensor, after: Tensor) -> bool:
     """Whether ``after`` begins where ``before`` ends, both without gaps, in one storage."""
-    return (
+    return bool(
         before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
         and before.dtype == after.dtype
         and before.is_contiguous()

@@ -57,17 +57,20 @@ def _check(
     if weight is not None:
         flat["weight"] = weight
     for name, x in {**flat, "scalars": scalars}.items():
-        shape = [5] if name == "scalars" else [master.numel()]
-        torch._check(
-            list(x.shape) == shape
-            and x.is_contiguous()
-            and x.device == master.device
-            and (name == "weight" or x.dtype == torch.float32),
-            lambda name=name, x=x, shape=shape: (
-                f"{name}: found {list(x.shape)} {x.dtype} on {x.device}, "
-                f"want contiguous {shape} float32 on {master.device}"
-            ),
-        )
+        _check_vector(name, x, [5] if name == "scalars" else [master.numel()], master.device)
+
+
+def _check_vector(name: str, x: Tensor, shape: list[int], device: torch.device) -> None:
+    torch._check(
+        list(x.shape) == shape
+        and x.is_contiguous()
+        and x.device == device
+        and (name == "weight" or x.dtype == torch.float32),
+        lambda: (
+            f"{name}: found {list(x.shape)} {x.dtype} on {x.device}, "
+            f"want contiguous {shape} float32 on {device}"
+        ),
+    )
 
 
 @torch.library.impl("dflash_ext::adamw", "CPU")

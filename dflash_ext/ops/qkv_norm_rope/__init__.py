@@ -106,17 +106,22 @@ def _check(
         lambda: f"qkv: found {list(qkv.shape)}, want [N, {width}]",
     )
     for name, table in (("cos", cos), ("sin", sin)):
-        torch._check(
-            table.dim() == 2 and table.shape[0] == qkv.shape[0] and table.shape[1] == dim // 2,
-            lambda name=name, table=table: (
-                f"{name}: found {list(table.shape)}, want [{qkv.shape[0]}, {dim // 2}]"
-            ),
-        )
+        _check_table(name, table, [qkv.shape[0], dim // 2])
     for name, other in (("k_weight", k_weight), ("cos", cos), ("sin", sin)):
-        torch._check(
-            other.device == qkv.device,
-            lambda name=name, other=other: f"{name}: found on {other.device}, want {qkv.device}",
-        )
+        _check_device(name, other, qkv.device)
+
+
+def _check_table(name: str, table: Tensor, shape: list[int]) -> None:
+    torch._check(
+        list(table.shape) == shape,
+        lambda: f"{name}: found {list(table.shape)}, want {shape}",
+    )
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    torch._check(
+        tensor.device == device, lambda: f"{name}: found on {tensor.device}, want {device}"
+    )
 
 
 @torch.library.impl("dflash_ext::qkv_norm_rope", "CPU")
