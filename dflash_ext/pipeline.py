@@ -103,14 +103,7 @@ class Pipeline:
         cfg = self.cfg
         text_files([*cfg.data.train, *cfg.data.eval])  # all there? Before the target is loaded
         self.tokenizer = load_tokenizer(cfg.model.target, cfg.model.revision)
-        self.target: Target = load_target(
-            cfg.model.target,
-            dtype=self.dtype,
-            device=torch.device(cfg.topology.targets[0]),
-            revision=cfg.model.revision,
-            attn_backend=cfg.model.attn_backend,
-            require_fast_gdn=cfg.model.require_fast_gdn,
-        )
+        self.target: Target = self.load_target()
         if self.target.device.type == "cuda":
             fused = fuse_target(self.target.model, self.target.gdn_kernels)
             counts = ", ".join(f"{count} {what}" for what, count in fused.items())
@@ -133,6 +126,18 @@ class Pipeline:
         self.layout = BlockLayout(cfg.drafter.block_size)
         self.planner = BatchPlanner(
             self.examples, cfg.data, cfg.train, self.layout, self.world, self.eval_examples
+        )
+
+    def load_target(self) -> Target:
+        """The frozen target on the first of its devices; a benchmark hands in one of its own."""
+        model = self.cfg.model
+        return load_target(
+            model.target,
+            dtype=self.dtype,
+            device=torch.device(self.cfg.topology.targets[0]),
+            revision=model.revision,
+            attn_backend=model.attn_backend,
+            require_fast_gdn=model.require_fast_gdn,
         )
 
     def _examples(self, paths: list[str]) -> tuple[Corpus, DataReport]:

@@ -38,6 +38,7 @@ from dflash_ext.target_source import quiet_hub, quiet_transformers, resolve_targ
 __all__ = [
     "Target",
     "TargetInfo",
+    "bind_gdn",
     "default_target_layer_ids",
     "load_target",
     "load_tokenizer",
@@ -208,7 +209,7 @@ def load_target(
     stops = dict.fromkeys(info.eos_token_ids + _ids(getattr(generation, "eos_token_id", None)))
     target = Target(model, dataclasses.replace(info, eos_token_ids=tuple(stops)))
     if gdn_kernels is not None:
-        _bind_gdn(target, gdn_kernels)
+        bind_gdn(target, gdn_kernels)
     target.check_head()
     return target
 
@@ -223,7 +224,7 @@ def _has_gdn(config: PretrainedConfig) -> bool:
     return "linear_attention" in layer_types
 
 
-def _bind_gdn(target: Target, kernels: GdnKernels) -> None:
+def bind_gdn(target: Target, kernels: GdnKernels) -> None:
     """Let the target's GatedDeltaNet layers run `kernels`, and prove it by a profile."""
     check_convolution(kernels, target.device)
     modules = gdn_modules(target.model)
