@@ -1,10 +1,12 @@
 """Shared fixtures: seeds, a tiny target with tokenizer, JSONL files."""
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fault_switches
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,24 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault-off", help="turn off a mechanism of fault_switches.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if name := config.getoption("--fault-off"):
+        os.environ[fault_switches.VARIABLE] = name
+
+
+@pytest.fixture(autouse=True)
+def fault_off(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Not monkeypatch: a test may undo that."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name := request.config.getoption("--fault-off"):
+            fault_switches.turn_off(name, patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

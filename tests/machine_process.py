@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import fault_switches
 import torch
 from torch import nn
 
@@ -29,6 +30,7 @@ def main(
     sys.stdout = (folder / f"stdout_{rank}").open("w")
     sys.stderr = (folder / f"stderr_{rank}").open("w")
     torch.set_num_threads(1)
+    fault_switches.turn_off_in_child()
     run, publish = Pipeline.run, DrafterTrainLoop._publish
 
     def run_and_hash(self, logger):

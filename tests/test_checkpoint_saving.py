@@ -1,6 +1,7 @@
 """Accidents while a checkpoint is saved, saving in the background, and the order of writes."""
 
 import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,9 @@ import os, shutil, sys, torch
 from pathlib import Path
 from dflash_ext import checkpoint
 from dflash_ext.config import CheckpointConfig
+import fault_switches
 
+fault_switches.turn_off_in_child()
 calls = 0
 
 def dying(function, stop_at):
@@ -73,7 +76,8 @@ print(stop_at, status)
 
 def test_a_crash_at_any_point_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CRASH, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=here)
     count, status = map(int, done.stdout.split())
     assert status == 0 and count > 15
     found = []

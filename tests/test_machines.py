@@ -154,6 +154,7 @@ def pair(timeout_s: float) -> tuple[Machines, Machines]:
 
 def test_silence_is_noticed() -> None:
     one, _ = pair(timeout_s=1.5)
+    threading.Timer(15, setattr, (one, "trouble", "nothing was noticed")).start()
     with one, pytest.raises(RunFailed, match="process 1 of 2 is lost: silent for 1.5 s"):
         one.check_same({"train.lr": 1})
 

@@ -49,6 +49,7 @@ def test_watchdog_names_what_every_worker_did(capfd: pytest.CaptureFixture[str])
         supervisor.get(queue.Queue())
 
     worker = supervisor.spawn("drafter 0", stalls)
+    threading.Timer(5, supervisor.stop.set).start()  # without a watchdog
     with pytest.raises(RunFailed, match=r"no progress for 0.5 s \(drafter 0: step 1\)"):
         supervisor.wait([worker])
 
