@@ -60,20 +60,13 @@ def propose(
     a block is bidirectional, so its proposals differ from the first slots of a full block.
     """
     layout = BlockLayout(size=size or model.spec.block_size)
-    slots = layout.loss_slots().to(anchor_tokens.device)
     values, indices, logsumexp = [], [], []
     for begin in range(0, anchor_tokens.shape[0], group):
         part = slice(begin, begin + group)
-        block_ids = layout.input_ids(anchor_tokens[part], model.spec.mask_token_id)
-        hidden = model(head.embed(block_ids), ctx_kv, ctx_start[part], ctx_end[part])[:, slots]
-        top, index, lse, _, _ = ops.lm_head_topk(
-            hidden.reshape(-1, hidden.shape[-1]),
-            head.head_weight,
-            k=k,
-            valid_vocab=head.valid_vocab,
-            softcap=head.softcap,
-            logit_scale=head.logit_scale,
+        hidden = _draft(
+            model, head, ctx_kv, anchor_tokens[part], ctx_start[part], ctx_end[part], layout
         )
+        top, index, lse = _top_k(hidden.reshape(-1, hidden.shape[-1]), head, k)
         shape = (*hidden.shape[:2], k)
         values.append(top.view(shape))
         indices.append(index.view(shape))
@@ -82,6 +75,69 @@ def propose(
         empty = torch.zeros(0, layout.num_proposals, k, device=anchor_tokens.device)
         return Proposals(empty, empty.long(), empty[..., 0])
     return Proposals(torch.cat(values), torch.cat(indices), torch.cat(logsumexp))
+
+
+@torch.no_grad()
+def accepted_proposals(
+    model: DFlashDraftModel,
+    head: FrozenHead,
+    ctx_kv: ContextKV,
+    labels: Tensor,
+    weights: Tensor,
+    ctx_start: Tensor,
+    ctx_end: Tensor,
+    *,
+    group: int = 256,
+) -> Tensor:
+    """Number of leading greedy proposals of each anchor that are the text's own tokens: [N] int64.
+
+    `labels`, `weights` [N, K] and `ctx_start`, `ctx_end` [N] as in a BatchPlan. The head sees a
+    slot only where all slots before it were right: for a block of 16 of which 2 proposals are
+    accepted 3 rows instead of 15.
+    """
+    layout = BlockLayout(size=model.spec.block_size)
+    tokens, wanted, supervised = labels[:, 0], labels[:, 1:], weights[:, 1:] > 0
+    accepted = torch.zeros_like(tokens)
+    for begin in range(0, len(tokens), group):
+        part = slice(begin, begin + group)
+        hidden = _draft(model, head, ctx_kv, tokens[part], ctx_start[part], ctx_end[part], layout)
+        alive = torch.arange(begin, begin + len(hidden), device=hidden.device)
+        for slot in range(layout.num_proposals):
+            alive = alive[supervised[alive, slot]]
+            if len(alive) == 0:
+                break
+            drafts = _top_k(hidden[alive - begin, slot], head, 1)[1][:, 0]
+            alive = alive[drafts == wanted[alive, slot]]
+            accepted[alive] += 1
+    return accepted
+
+
+def _draft(
+    model: DFlashDraftModel,
+    head: FrozenHead,
+    ctx_kv: ContextKV,
+    anchor_tokens: Tensor,
+    ctx_start: Tensor,
+    ctx_end: Tensor,
+    layout: BlockLayout,
+) -> Tensor:
+    """The drafter's output in the proposal slots of each anchor's block: [N, P, H]."""
+    block_ids = layout.input_ids(anchor_tokens, model.spec.mask_token_id)
+    hidden = model(head.embed(block_ids), ctx_kv, ctx_start, ctx_end)
+    return hidden[:, layout.loss_slots().to(hidden.device)]
+
+
+def _top_k(hidden: Tensor, head: FrozenHead, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values [N, k], indices [N, k] and log-sum-exp [N] of the logits of hidden [N, H]."""
+    values, indices, logsumexp, _, _ = ops.lm_head_topk(
+        hidden,
+        head.head_weight,
+        k=k,
+        valid_vocab=head.valid_vocab,
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
+    )
+    return values, indices, logsumexp
 
 
 def accept_lengths(correct: Tensor) -> Tensor:
@@ -131,17 +187,16 @@ def evaluate_plan(
         ctx_kv = model.context(hidden, positions)
     anchors = _real_anchors(plan)
     labels = plan.labels[: len(anchors)].to(hidden.device)
-    weights = plan.weights[: len(anchors)].to(hidden.device)
-    drafts = propose(
+    accepted = accepted_proposals(
         model,
         head,
         ctx_kv,
-        labels[:, 0],
+        labels,
+        plan.weights[: len(anchors)].to(hidden.device),
         plan.ctx_start[: len(anchors)].to(hidden.device),
         plan.ctx_end[: len(anchors)].to(hidden.device),
         group=group,
-    ).drafts
-    accepted = accept_lengths((drafts == labels[:, 1:]) & (weights[:, 1:] > 0)).tolist()
+    ).tolist()
     accepted_at = dict(zip(anchors, accepted, strict=True))
     token_at = dict(zip(anchors, labels[:, 0].tolist(), strict=True))
     token_at |= dict(zip((a + 1 for a in anchors), labels[:, 1].tolist(), strict=True))

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_drafter
+import torch
 from torch import Tensor
 
 from dflash_ext import evaluate, ops, train
-from dflash_ext.acceptance import evaluate_plan
+from dflash_ext.acceptance import evaluate_plan, propose
 from dflash_ext.config import DataConfig, TrainConfig
 from dflash_ext.data.conversations import Example
 from dflash_ext.data.packing import BatchPlan, BatchPlanner
@@ -73,8 +74,19 @@ def test_evaluation_plan(bench: tiny_drafter.Bench, calls: list[Call]) -> None:
     padded = hidden.new_zeros(len(plan.src_index), hidden.shape[1])
     padded[: plan.n_tokens] = hidden
     evaluate_plan(bench.drafter, bench.head, padded, plan, group=25)
-    anchors = MAX_NEW_TOKENS - 1
-    assert calls == [Call(n * slots, 1) for n in (25, 25, anchors - 50)]
+    seen = list(calls)
+    with torch.no_grad():
+        ctx_kv = bench.drafter.context(padded, torch.arange(len(padded)))
+    real = slice(MAX_NEW_TOKENS - 1)
+    labels, weights, ends = plan.labels[real], plan.weights[real], plan.ctx_end[real]
+    found = propose(bench.drafter, bench.head, ctx_kv, labels[:, 0], plan.ctx_start[real], ends)
+    supervised = (weights[:, 1:] > 0).long().cumprod(1)
+    right = (found.drafts == labels[:, 1:]).long().cumprod(1)
+    # A slot is a row of its group's call where it is supervised and all slots before it are right.
+    asked = supervised * torch.cat([torch.ones_like(right[:, :1]), right[:, :-1]], 1)
+    rows = [asked[begin : begin + 25].sum(0) for begin in (0, 25, 50)]
+    assert seen == [Call(int(n), 1) for group in rows for n in group if n > 0]
+    assert len(seen) > 3 and sum(call.rows for call in seen) < slots * len(labels)
 
 
 def test_evaluation_in_training(
@@ -85,10 +97,14 @@ def test_evaluation_in_training(
     calls: list[Call],
 ) -> None:
     plans: list[BatchPlan] = []
+    rows: list[list[int]] = []
 
     def recorded(model, head, hidden, plan, **options):
+        before = len(calls)
+        lengths = evaluate_plan(model, head, hidden, plan, **options)
         plans.append(plan)
-        return evaluate_plan(model, head, hidden, plan, **options)
+        rows.append([call.rows for call in calls[before:]])
+        return lengths
 
     monkeypatch.setattr(loop, "evaluate_plan", recorded)
     config = tmp_path / "config.yaml"
@@ -109,7 +125,11 @@ log: {{dir: {tmp_path}}}
     assert max(anchors) <= 256  # one group of a plan
     # With labels it is the check of the training text, before the first step.
     drafts = [call for call in calls if not call.labelled]
-    assert drafts == [Call(n * 3, 1) for n in anchors] and calls[-len(drafts) :] == drafts
+    assert calls[-len(drafts) :] == drafts and {call.k for call in drafts} == {1}
+    assert sum(rows, []) == [call.rows for call in drafts]
+    for n, group in zip(anchors, rows, strict=True):
+        # All anchors for the first slot; for the others those that were right so far.
+        assert group[0] == n and group == sorted(group, reverse=True) and len(group) <= 3
 
 
 def text_of(bench: tiny_drafter.Bench, limit: int) -> Text:
