@@ -23,7 +23,8 @@ def main(
 ) -> None:
     """Trains; leaves `weights_RANK.json`, a hash per drafter, and `stderr_RANK`.
 
-    fate: (drafter's rank, step, signal): what the process sends itself behind that step.
+    fate: (drafter's rank, step, signal): what the drafter's process sends itself behind that
+        step. No drafter goes on before its process has heard of a signal that it survives.
     """
     here = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in here.items()})
@@ -41,10 +42,12 @@ def main(
 
     def publish_and_signal(self, done, stopping=False):
         publish(self, done, stopping)
-        if fate is not None and (self.rank, done) == fate[:2] and not stopping:
+        if fate is None or done != fate[1] or stopping:
+            return
+        if self.rank == fate[0]:
             os.kill(os.getpid(), fate[2])
-            while fate[2] != signal.SIGKILL and self.supervisor.signum is None:
-                time.sleep(0.01)
+        while fate[2] != signal.SIGKILL and self.supervisor.signum is None:
+            time.sleep(0.01)
 
     Pipeline.run, DrafterTrainLoop._publish = run_and_hash, publish_and_signal
     code = run_command(lambda: train.main(flags))
