@@ -195,6 +195,11 @@ class TrainConfig:
         None, "blocks worked off at a time; null = max_anchors", at_least=1
     )
     gamma: float = _doc(10.0, "decay of the slot weights, exp(-(k-1)/gamma)", above=0)
+    prefix_weight_base: float | None = _doc(
+        None,
+        "variable prefix: a block shows l > 1 clean tokens, likely as this to the l; null = one",
+        above=0,
+    )
     ce_weight: float = _doc(1.0, "weight of the cross entropy", at_least=0)
     kl_weight: float = _doc(
         0.0, "weight of the KL divergence to the target's distribution", at_least=0

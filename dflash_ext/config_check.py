@@ -40,6 +40,11 @@ def validate(cfg: Config, *, devices: bool = True) -> None:
     _check_weights(cfg)
     _check_hidden_states(cfg)
     train = cfg.train
+    if train.prefix_weight_base is not None and cfg.drafter.block_size < 3:
+        raise UserError(
+            f"drafter.block_size: found {cfg.drafter.block_size} with train.prefix_weight_base, "
+            "want at least 3: two clean tokens and a proposal"
+        )
     name = cfg.log.name
     if name != Path(name).name or name in (".", "..") or not name.isprintable() or not name.strip():
         raise UserError(f"log.name: found {name!r}, want a plain folder name")

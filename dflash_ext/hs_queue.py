@@ -20,7 +20,7 @@ from dflash_ext.supervisor import Supervisor
 # What a drafter reads of a plan; the rest is for the target.
 DRAFTER_TENSORS = (
     *("doc_start", "anchors", "ctx_start", "ctx_end", "labels", "weights", "rows", "n_rows"),
-    *("teacher_index", "weight_sum"),
+    *("prefix", "teacher_index", "weight_sum"),
 )
 
 

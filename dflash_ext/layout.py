@@ -43,8 +43,17 @@ class BlockLayout:
         """Tokens one block proposes to the verifier."""
         return self.size - self.first_loss_slot
 
-    def input_ids(self, anchor_tokens: Tensor, mask_token_id: int) -> Tensor:
-        """Block input [A, K]: the clean tokens ([A], or [A, prefix]), then mask tokens."""
+    def input_ids(
+        self, anchor_tokens: Tensor, mask_token_id: int, prefix: Tensor | None = None
+    ) -> Tensor:
+        """Block input [A, K]: the clean tokens ([A], or [A, prefix]), then mask tokens.
+
+        With `prefix` [A] each block has its own number of clean tokens, the first of its K
+        anchor_tokens [A, K].
+        """
+        if prefix is not None:
+            slots = torch.arange(self.size, device=prefix.device)
+            return anchor_tokens.where(slots < prefix[:, None], mask_token_id)
         clean = anchor_tokens.reshape(-1, self.prefix)
         ids = clean.new_full((clean.shape[0], self.size), mask_token_id)
         ids[:, : self.prefix] = clean
@@ -66,7 +75,11 @@ class BlockLayout:
         """[K] bool: the slots that can carry a loss."""
         return torch.arange(self.size) >= self.first_loss_slot
 
-    def decay(self, gamma: float) -> Tensor:
-        """[K] float32 weights exp(-(k - k0) / gamma) from the first loss slot k0 on, 0 before."""
-        steps = torch.arange(self.size, dtype=torch.float32) - self.first_loss_slot
-        return torch.where(self.loss_slots(), torch.exp(-steps / gamma), torch.zeros(()))
+    def decay(self, gamma: float, prefix: Tensor | None = None) -> Tensor:
+        """[K] float32 weights exp(-(k - k0) / gamma) from the first loss slot k0 on, 0 before.
+
+        [A, K] with `prefix` [A], each block's own number of clean tokens.
+        """
+        first = self.first_loss_slot if prefix is None else prefix[:, None] - self.shift
+        steps = torch.arange(self.size, dtype=torch.float32) - first
+        return torch.where(steps >= 0, torch.exp(-steps / gamma), torch.zeros(()))

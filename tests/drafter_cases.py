@@ -104,6 +104,6 @@ def block_outputs(
     model: DFlashDraftModel, head: FrozenHead, plan: BatchPlan, hidden: Tensor
 ) -> Tensor:
     """Drafter states [A, K, H] of every block of a plan."""
-    ids = model.spec.layout.input_ids(plan.labels[:, 0], model.spec.mask_token_id)
+    ids = model.spec.layout.input_ids(plan.labels, model.spec.mask_token_id, plan.prefix)
     ctx_kv = model.context(hidden, positions(plan))
     return model(head.embed(ids), ctx_kv, plan.ctx_start, plan.ctx_end)

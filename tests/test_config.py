@@ -136,9 +136,9 @@ def test_field_names_are_the_documented_ones() -> None:
         "enable_thinking drop_loops hidden_states hidden_layer_ids hidden_last seed num_workers",
         "topology": "targets drafters slots_per_drafter cpu_threads gpu_memory_gib",
         "train": "steps epochs lr schedule warmup_ratio weight_decay optimizer grad_accum "
-        "max_grad_norm max_anchors anchor_group gamma ce_weight kl_weight kl cap_lambda "
-        "dpace_alpha noise_std loss_chunk_rows metrics_every eval_every cuda_graph recompute "
-        "grad_sync_dtype max_nonfinite_steps stall_timeout_s seed",
+        "max_grad_norm max_anchors anchor_group gamma prefix_weight_base ce_weight kl_weight kl "
+        "cap_lambda dpace_alpha noise_std loss_chunk_rows metrics_every eval_every cuda_graph "
+        "recompute grad_sync_dtype max_nonfinite_steps stall_timeout_s seed",
         "log": "dir name every wandb wandb_project grad_norm",
         "checkpoint": "every keep keep_best async_save",
     }

@@ -153,12 +153,13 @@ def test_types_and_shapes_do_not_depend_on_the_batch():
     planner = make_planner()
     for plan in epoch_plans(planner, 1)[0]:
         tensors = {f.name: getattr(plan, f.name) for f in fields(BatchPlan) if "Tensor" in f.type}
-        assert len(tensors) == 13
+        assert len(tensors) == 14
         for name, tensor in tensors.items():
             is_float = name in ("weights", "weight_sum")
             assert tensor.dtype == (torch.float32 if is_float else torch.int64), name
             assert tensor.is_contiguous(), name
         assert plan.anchors.shape == plan.ctx_start.shape == plan.ctx_end.shape == (12,)
+        assert plan.prefix.tolist() == [1] * 12
         assert plan.labels.shape == plan.weights.shape == plan.teacher_index.shape == (12, 4)
         assert plan.src_index.shape == plan.doc_start.shape == (BUDGET,)
         assert plan.rows.shape == (128,)

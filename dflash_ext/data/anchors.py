@@ -1,4 +1,4 @@
-"""Which positions of a batch become anchors."""
+"""Which positions of a batch become anchors, and how many clean tokens their blocks show."""
 
 from __future__ import annotations
 
@@ -70,3 +70,25 @@ def sample_anchors(
     rank = np.arange(len(valid)) - np.repeat(np.cumsum(available) - available, available)
     chosen = order[rank < np.repeat(quotas, available)]
     return np.sort(valid[chosen])
+
+
+def sample_prefixes(last: np.ndarray, base: float, generator: torch.Generator) -> np.ndarray:
+    """Clean tokens l of each block: Pr(l) ~ base^l over 2 <= l <= last, as D2SD's second drafter
+    (arXiv 2606.04446) is trained; 1, the anchor alone, where last < 2.
+
+    There it runs up to block_size - 1; here up to the block's last supervised slot, so that no
+    block is without a loss.
+
+    Args:
+        last: [A] each block's last slot with a loss.
+        base: above 0; below 1, short prefixes are the likelier ones.
+
+    Returns:
+        [A] int64.
+    """
+    weight = np.zeros(max(2, int(last.max(initial=0)) + 1))
+    weight[2:] = np.cumprod(np.full(len(weight) - 2, base))
+    below = np.cumsum(weight)
+    drawn = torch.rand(len(last), generator=generator, dtype=torch.float64).numpy() * below[last]
+    found = np.searchsorted(below, drawn, side="right")
+    return np.minimum(found, np.maximum(last, 1)).astype(np.int64)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.config import DataConfig, TrainConfig, UserError
-from dflash_ext.data.anchors import sample_anchors, valid_anchors
+from dflash_ext.data.anchors import sample_anchors, sample_prefixes, valid_anchors
 from dflash_ext.data.buckets import EpochBatches, fill_batches, seeded_generator
 from dflash_ext.data.corpus import Corpus, Example
 from dflash_ext.layout import BlockLayout
@@ -32,12 +32,12 @@ class BatchPlan:
     Shapes: input_ids [B, S] right-padded with 0; lengths [B]; src_index [T] = row * S + position,
     -1 = no token; doc_start [T] = packed index of the document's first token (of a padding row:
     its own); anchors [A] ascending packed indices; ctx_start, ctx_end [A]: the context that an
-    anchor's block sees; labels, weights, teacher_index [A, K]; rows [R] flat indices (a * K + k)
-    of the n_rows slots with weight > 0, in block order, then 0.
+    anchor's block sees; prefix [A]: its clean tokens; labels, weights, teacher_index [A, K]; rows
+    [R] flat indices (a * K + k) of the n_rows slots with weight > 0, in block order, then 0.
 
-    Padding anchors: anchors = ctx_start = ctx_end = T, labels and weights 0. teacher_index is
-    clamped to [0, T - 1] where a slot has no weight. `weight_sum` is the loss denominator: of
-    the whole optimizer step in a plan from `step_plans`, else of this batch.
+    Padding anchors: anchors = ctx_start = ctx_end = T, prefix 1, labels and weights 0.
+    teacher_index is clamped to [0, T - 1] where a slot has no weight. `weight_sum` is the loss
+    denominator: of the whole optimizer step in a plan from `step_plans`, else of this batch.
     All integers are int64, weights and weight_sum float32.
     """
 
@@ -52,6 +52,7 @@ class BatchPlan:
     anchors: Tensor
     ctx_start: Tensor
     ctx_end: Tensor
+    prefix: Tensor
     labels: Tensor
     weights: Tensor
     rows: Tensor
@@ -84,7 +85,7 @@ class BatchPlanner:
     Args:
         examples: training examples, at least one.
         data_cfg: token_budget and seed.
-        train_cfg: steps, epochs, grad_accum, max_anchors, gamma, dpace_alpha.
+        train_cfg: steps, epochs, grad_accum, max_anchors, gamma, prefix_weight_base, dpace_alpha.
         layout: what the slots of a block predict.
         world: drafters of all machines together.
         eval_examples: held-out examples.
@@ -116,8 +117,7 @@ class BatchPlanner:
         self._batches = EpochBatches(self._data.lengths, self._token_budget, self._seed, weights)
         self._label_offsets = layout.label_offsets().numpy()
         self._predecessor_offsets = layout.predecessor_offsets().numpy()
-        self._decay = layout.decay(train_cfg.gamma).numpy()
-        self._loss_slots = layout.loss_slots().numpy().astype(np.float32)
+        self._loss_slots = layout.loss_slots().numpy()
 
     def batch(self, batch_id: int) -> BatchPlan:
         """The plan of one batch; its weight_sum counts this batch alone."""
@@ -126,7 +126,7 @@ class BatchPlanner:
         generator = seeded_generator(self._seed, epoch, batch_id)
         anchors = sample_anchors(packed.mask, packed.document, self._train.max_anchors, generator)
         return self._plan(
-            packed, anchors, self._train.max_anchors, self._decay, batch_id, epoch, "train"
+            packed, anchors, self._train.max_anchors, batch_id, epoch, "train", generator
         )
 
     def step_plans(self, step: int) -> list[BatchPlan]:
@@ -174,17 +174,17 @@ class BatchPlanner:
         packed = self._eval_data.pack(docs)
         anchors = valid_anchors(packed.mask, packed.document)
         padded = max(1, -(-len(anchors) // _EVAL_ANCHOR_MULTIPLE)) * _EVAL_ANCHOR_MULTIPLE
-        return self._plan(packed, anchors, padded, self._loss_slots, batch_id, 0, "eval")
+        return self._plan(packed, anchors, padded, batch_id, 0, "eval")
 
     def _plan(
         self,
         packed: _Packed,
         anchors: np.ndarray,
         num_anchors: int,
-        slot_weights: np.ndarray,
         batch_id: int,
         epoch: int,
         kind: Kind,
+        generator: torch.Generator | None = None,
     ) -> BatchPlan:
         budget, block = self._token_budget, self._layout.size
         n, count = len(packed.ids), len(anchors)
@@ -196,8 +196,12 @@ class BatchPlanner:
         target = np.minimum(target, n - 1)
         labels = np.zeros((num_anchors, block), dtype=np.int64)
         labels[:count] = packed.ids[target] * inside
+        supervised = (packed.mask[target] != 0) & inside & self._loss_slots
+        prefix = self._prefixes(supervised, num_anchors, generator)
         weights = np.zeros((num_anchors, block), dtype=np.float32)
-        weights[:count] = (packed.mask[target] & inside) * slot_weights
+        weights[:count] = supervised
+        if kind == "train":
+            weights *= self._layout.decay(self._train.gamma, torch.from_numpy(prefix)).numpy()
 
         padded_anchors = _padded(anchors, num_anchors, budget)
         teacher_index = (padded_anchors[:, None] + self._predecessor_offsets).clip(0, budget - 1)
@@ -224,6 +228,7 @@ class BatchPlanner:
             anchors=torch.from_numpy(padded_anchors),
             ctx_start=torch.from_numpy(_padded(start_of_anchor, num_anchors, budget)),
             ctx_end=torch.from_numpy(padded_anchors.copy()),
+            prefix=torch.from_numpy(prefix),
             labels=torch.from_numpy(labels),
             weights=torch.from_numpy(weights),
             rows=torch.from_numpy(rows),
@@ -235,6 +240,16 @@ class BatchPlanner:
         )
         plan.weight_sum = torch.tensor(self._weight_sum(plan), dtype=torch.float32)
         return plan
+
+    def _prefixes(
+        self, supervised: np.ndarray, num_anchors: int, generator: torch.Generator | None
+    ) -> np.ndarray:
+        """Clean tokens of each block, from the slots [anchors, K] that can carry a loss."""
+        prefix = np.full(num_anchors, self._layout.prefix)
+        if generator is not None and self._train.prefix_weight_base is not None:
+            last = self._layout.size - 1 - np.argmax(supervised[:, ::-1], axis=1)
+            prefix[: len(last)] = sample_prefixes(last, self._train.prefix_weight_base, generator)
+        return prefix
 
     def _weight_sum(self, plan: BatchPlan) -> float:
         if plan.kind == "train" and self._train.dpace_alpha is not None:

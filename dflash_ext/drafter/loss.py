@@ -25,7 +25,10 @@ ROW_ALIGN = 128
 
 
 class LossStats(NamedTuple):
-    """A loss with its gradient, and what the same pass over the logits saw of each slot."""
+    """A loss with its gradient, and what the same pass over the logits saw of each slot.
+
+    With a variable prefix, slot k is the k-th behind the block's last clean token.
+    """
 
     loss: Tensor  # []
     terms: Tensor  # [A, K, 4]: loss, ce, kl, cap, unweighted
@@ -77,7 +80,8 @@ class Objective:
         last_hidden: Tensor | None = None,
     ) -> LossStats:
         """Run the plan's blocks; `last_hidden` [T, H] is the teacher of the KL term."""
-        block_ids = self.layout.input_ids(plan.labels[:, 0], model.spec.mask_token_id)
+        # A slot's label is the token that sits there, which a clean slot shows.
+        block_ids = self.layout.input_ids(plan.labels, model.spec.mask_token_id, plan.prefix)
         hidden = model(head.embed(block_ids), ctx_kv, plan.ctx_start, plan.ctx_end)
         train = self.train
         loss, terms, rank, _, weights = draft_loss_stats(
@@ -100,7 +104,20 @@ class Objective:
             chunk_rows=train.loss_chunk_rows,
             valid_vocab=head.valid_vocab,
         )
-        return LossStats(loss, terms, rank, weights)
+        stats = LossStats(loss, terms, rank, weights)
+        return stats if train.prefix_weight_base is None else behind_prefix(stats, plan.prefix)
+
+
+def behind_prefix(stats: LossStats, prefix: Tensor) -> LossStats:
+    """The same with each block's slots moved left by prefix - 1, so that proposals start at slot 1
+    as the metrics count them; what comes round to the end is clean and has weight 0."""
+    slots = torch.arange(stats.rank.shape[1], device=prefix.device)
+    source = (slots + prefix[:, None] - 1) % slots.shape[0]
+    return stats._replace(
+        terms=stats.terms.gather(1, source[..., None].expand_as(stats.terms)),
+        rank=stats.rank.gather(1, source),
+        weights=stats.weights.gather(1, source),
+    )
 
 
 def add_metrics(acc: Tensor, groups: list[LossStats], measured: bool) -> None:
@@ -126,6 +143,7 @@ def plan_group(plan: "BatchPlan", start: int, stop: int) -> "BatchPlan":
         anchors=plan.anchors[start:stop],
         ctx_start=plan.ctx_start[start:stop],
         ctx_end=plan.ctx_end[start:stop],
+        prefix=plan.prefix[start:stop],
         labels=plan.labels[start:stop],
         weights=plan.weights[start:stop],
         teacher_index=plan.teacher_index[start:stop],
