@@ -168,6 +168,8 @@ def print_summary(summary: Row, console: Console | None = None) -> None:
     say("trained", f"{summary['steps']} steps in {duration(summary['seconds'])}")
     if known("tokens", "tokens_per_s"):
         say("tokens", f"{summary['tokens']:,} ({summary['tokens_per_s']:,.0f} per second)")
+    if known("balance"):
+        say("balance", summary["balance"]["line"])
     if known("loss_first", "loss_last"):
         say("loss", f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f}")
     if known("accept_len_before", "accept_len_after"):
@@ -276,4 +278,8 @@ def _describe(row: Row) -> list[str]:
         parts.append(f"acc {row['acc']:.3f}")
     if "tokens_per_s" in row:
         parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+    if "target_wait" in row:
+        parts.append(f"waits {row['target_wait']:.0%} target, {row['drafter_wait']:.0%} drafter")
+    if "queue_depth" in row:
+        parts.append(f"queue {row['queue_depth']}")
     return parts

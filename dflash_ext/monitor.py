@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dflash_ext.acceptance import accept_len, accept_len_pooled
+from dflash_ext.balance import LoadMeter, Work
 from dflash_ext.drafter.loop import DrafterTrainLoop, Mark
 from dflash_ext.hs_queue import BufferedHSQueue
 from dflash_ext.logger import RunLogger
@@ -28,7 +29,10 @@ class Share:
     words: list[int]
     tokens: int
     busy_s: float
+    paused_s: float
+    target_tokens: int
     target_busy_s: float
+    planning_s: float
     queue_depth: int
     dropped: int
 
@@ -41,6 +45,7 @@ class Monitor:
     Args:
         logger: None in a process that sends its shares.
         machines: all processes of the run, each with as many drafters and targets.
+        load: makes metrics of what both sides have done.
         tokens_before: tokens trained by the run's earlier parts (resume).
         finished: whether all drafters have ended.
     """
@@ -58,13 +63,14 @@ class Monitor:
         tokens_before: int,
         finished: Callable[[], bool],
         machines: Machines,
+        load: LoadMeter,
     ) -> None:
         self.logger = logger
         self.drafters, self.targets, self.queues = drafters, targets, queues
         self.lr_at, self.block_size = lr_at, block_size
         self.max_nonfinite_steps = max_nonfinite_steps
         self.tokens_before = tokens_before
-        self.finished, self.machines = finished, machines
+        self.finished, self.machines, self.load = finished, machines, load
         self.evals: dict[int, dict[str, float]] = {}
         self.tokens = tokens_before
         self.train_seconds = 0.0
@@ -77,12 +83,12 @@ class Monitor:
         self._shares: dict[int, list[Share]] = {}
         self._rows: dict[int, dict[str, Any]] = {}
         self._marks: dict[int, list[Mark]] = {}
-        self._last: tuple[float, int, float, float] | None = None
+        self._works: list[Work] = []  # before training, at the first row, at the last one
 
     def run(self, worker: Worker) -> None:
         worker.where = "logging"
         start = time.perf_counter()
-        self._last = (start, 0, 0.0, 0.0)
+        self._works = [Work(time=start, steps=self.drafters[0].steps.start)]
         while True:
             finished = self.finished()
             self._collect()
@@ -121,7 +127,10 @@ class Monitor:
             words=merge_words(words),
             tokens=sum(mark.tokens for mark in marks),
             busy_s=sum(mark.busy_s for mark in marks),
+            paused_s=max(mark.paused_s for mark in marks),
+            target_tokens=sum(loop.tokens for loop in self.targets),
             target_busy_s=sum(loop.busy_s for loop in self.targets),
+            planning_s=sum(loop.planning_s for loop in self.targets),
             queue_depth=sum(q.depth() for q in self.queues),
             dropped=sum(loop.stream.dropped for loop in self.drafters),
         )
@@ -143,26 +152,32 @@ class Monitor:
         row: dict[str, Any] = summarise(
             merge_words([share.words for share in shares]), self.block_size
         )
-        assert self._last is not None
-        last_time, last_tokens, last_busy, last_target_busy = self._last
-        now = self._times.pop(step)  # by this process's clock
-        tokens = sum(share.tokens for share in shares)
-        busy = sum(share.busy_s for share in shares)
-        target_busy = sum(share.target_busy_s for share in shares)
-        span = max(now - last_time, 1e-9)
-        targets = len(self.targets) * self.machines.count
-        self._last = (now, tokens, busy, target_busy)
-        self.tokens = self.tokens_before + tokens
+        work = Work(
+            time=self._times.pop(step),  # by this process's clock
+            paused_s=max(share.paused_s for share in shares),
+            steps=step,
+            tokens=sum(share.tokens for share in shares),
+            busy_s=sum(share.busy_s for share in shares),
+            target_tokens=sum(share.target_tokens for share in shares),
+            target_busy_s=sum(share.target_busy_s for share in shares),
+            planning_s=sum(share.planning_s for share in shares),
+        )
+        since = work - self._works[-1]
+        self._works[2:] = []
+        self._works.append(work)
+        self.tokens = self.tokens_before + work.tokens
         row |= {
             "lr": self.lr_at(step - 1),
             "tokens": self.tokens,
-            "tokens_per_s": (tokens - last_tokens) / span,
             "dropped_metrics": sum(share.dropped for share in shares),
             "queue_depth": sum(share.queue_depth for share in shares),
-            "target_busy": min(1.0, (target_busy - last_target_busy) / span / targets),
-            "drafter_busy": min(1.0, (busy - last_busy) / span / self._world),
         }
-        return row
+        return row | self.load.row(since)
+
+    def balance(self) -> dict[str, Any] | None:
+        """Of the whole run but for its first row, in which kernels are compiled and queues fill."""
+        start = self._works[1] if len(self._works) == 3 else self._works[0]
+        return self.load.summary(self._works[-1] - start)
 
     def _forget_before(self, step: int) -> None:
         """A record lost in a full ring must not keep its step's other records for ever."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dflash_ext.balance import LoadMeter
 from dflash_ext.checkpoint import CheckpointManager
 from dflash_ext.config import Config, UserError, to_dict
 from dflash_ext.config_check import check_topology
@@ -21,10 +22,7 @@ from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
 from dflash_ext.data.sources import text_files
 from dflash_ext.describe import common_facts
-from dflash_ext.drafter.init import (
-    init_from_folder,
-    start_spec,
-)
+from dflash_ext.drafter.init import init_from_folder, start_spec
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.drafter.loss import Objective
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead, drafter_spec
@@ -41,12 +39,7 @@ from dflash_ext.optim import build_optimizer
 from dflash_ext.plan import layers_and_mask
 from dflash_ext.resume import Resume, load_resume
 from dflash_ext.supervisor import Supervisor, Worker
-from dflash_ext.target import (
-    Target,
-    load_target,
-    load_tokenizer,
-    pick_mask_token_id,
-)
+from dflash_ext.target import Target, load_target, load_tokenizer, pick_mask_token_id
 from dflash_ext.target_fast import fuse_target
 from dflash_ext.target_loop import TargetForwardLoop
 from dflash_ext.text_check import check_text
@@ -289,6 +282,7 @@ class Pipeline:
                 and (self.machines.rank != 0 or self.machines.all_ended or supervisor.stop.is_set())
             ),
             machines=self.machines,
+            load=self._load_meter(),
         )
         for device in self.gpus():  # the workers' streams do not wait for this one's
             torch.cuda.synchronize(device)
@@ -303,6 +297,20 @@ class Pipeline:
         supervisor.wait([*workers, monitor])
         self.checkpoints.close()
         return self.monitor
+
+    def _load_meter(self) -> LoadMeter:
+        targets, drafters = self.cfg.topology.targets, self.cfg.topology.drafters
+        count = self.machines.count
+        # Workers on a CPU have their own threads.
+        both = len(set(targets) & set(drafters)) if self.gpus() else 0
+        return LoadMeter(
+            self.cfg,
+            self.model.spec,
+            targets=len(targets) * count,
+            drafters=self.world,
+            devices=(len(targets) + len(drafters) - both) * count,
+            parameters=sum(p.numel() for p in self.model.parameters()),
+        )
 
     def gpus(self) -> list[str]:
         """The GPUs of this run."""

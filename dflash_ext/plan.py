@@ -1,7 +1,7 @@
 """What a run will take and give, from its configuration alone: memory of each GPU, tokens a second.
 
 No weights, no text and no GPU are needed. The memory is a sum of the buffers that stay and of the
-largest ones that come and go. The speed is floating-point operations over a rate (``RATES``); what
+largest ones that come and go. The speed is floating-point operations over a rate; what
 is left out (launches of short kernels, padding, the sum of gradients, evaluation) makes small
 models slower than the estimate.
 """
@@ -10,45 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from dflash_ext.balance import Balance, drafter_seconds, rate_of
 from dflash_ext.config import Config, UserError, check_layer_ids
 from dflash_ext.config_check import check_same_kind
 from dflash_ext.drafter.init import check_start, start_differences, start_spec
 from dflash_ext.drafter.model import DFlashDraftModel, drafter_spec
-from dflash_ext.drafter.spec import SLIDING, DrafterSpec
+from dflash_ext.drafter.spec import DrafterSpec
 from dflash_ext.target import FAMILY_MASK_TOKEN_ID, TargetInfo, default_target_layer_ids
 from dflash_ext.target_shape import TargetShape, read_target_shape
 
 GIB = 2**30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 CUDA_BYTES = 2 * GIB  # context, libraries' workspaces, and what the allocator cannot use
-OPTIMIZER_BYTES = 30  # a parameter's traffic in an AdamW step: master, moments, gradient, weight
 SMALL_HIDDEN = 2048  # below it kernels are shorter than their launches
-ANCHOR_STEP = 64  # to which a proposed max_anchors is rounded
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Operations a second of the target's and the drafter's whole pass, bytes a second of the
-    optimizer's."""
-
-    target: float
-    drafter: float
-    memory: float
-
-
-# By kind of device and model.dtype. bfloat16: measured on an H200 at Qwen3.5-27B's size (the target
-# in transformers 5.17 with fla 0.6.0, the drafter in benchmarks/results/step_h200_202611.md).
-# float32 on a GPU: 60 % of an H200's peak, not measured. CPU: the default run on two cores.
-RATES = {
-    ("cuda", "bfloat16"): Rate(440e12, 610e12, 4.2e12),
-    ("cuda", "float32"): Rate(40e12, 40e12, 4.2e12),
-    ("cpu", "float32"): Rate(60e9, 60e9, 10e9),
-    ("cpu", "bfloat16"): Rate(20e9, 20e9, 10e9),
-}
 
 
 def layers_and_mask(
@@ -100,8 +77,7 @@ class Plan:
             self.drafter = DFlashDraftModel(self.spec)
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
         self.item = ITEM_BYTES[cfg.model.dtype]
-        self.kind = "cpu" if "cpu" in cfg.topology.targets else "cuda"
-        self.rate = RATES[self.kind, cfg.model.dtype]
+        self.rate = rate_of(cfg)
         devices = dict.fromkeys([*cfg.topology.targets, *cfg.topology.drafters])
         self.memory = {device: self._memory(device) for device in devices}
 
@@ -222,63 +198,21 @@ class Plan:
         products = 2 * sum(self.target.layer_weights[:last])
         return products + sum(4 * width * seen for width in self.target.attention_width[:last])
 
-    def drafter_flops(self) -> tuple[float, float]:
-        """Operations of one batch, forward and backward: (of the context, of one anchor).
-
-        A product costs 2 for each weight and row, and twice that again backward; fc has no input
-        gradient, the frozen head no weight gradient.
-        """
-        spec, train = self.spec, self.cfg.train
-        hidden, features = spec.hidden_size, len(spec.target_layer_ids) * spec.hidden_size
-        keys_values = 2 * spec.num_key_value_heads * spec.head_dim * hidden
-        layer = 2 * spec.num_attention_heads * spec.head_dim * hidden + keys_values
-        layer += 3 * hidden * spec.intermediate_size
-        context = 4 * features * hidden + 6 * spec.num_layers * keys_values
-        seen = self.cfg.data.max_length / 2
-        width = spec.num_attention_heads * spec.head_dim
-        attention = sum(
-            # scores and values forward, five products backward
-            14 * width * (min(seen, spec.sliding_window or seen) if kind == SLIDING else seen)
-            for kind in spec.layer_types
-        )
-        head = (6 if train.kl_weight > 0 else 4) * spec.vocab_size * hidden
-        block = spec.block_size
-        anchor = block * (6 * spec.num_layers * layer + attention) + (block - 1) * head
-        return float(self.cfg.data.token_budget * context), float(anchor)
-
-    def target_speed(self) -> float:
-        """Tokens a second of one device with the target alone; inf if its states are stored."""
-        flops = self.target_flops()
-        return self.rate.target / flops if flops else math.inf
-
-    def drafter_seconds(self) -> tuple[float, float]:
-        """One batch on one device: (without anchors, of each anchor)."""
-        context, anchor = self.drafter_flops()
-        update = self.parameters * OPTIMIZER_BYTES / self.rate.memory / self.cfg.train.grad_accum
-        return context / self.rate.drafter + update, anchor / self.rate.drafter
-
-    def drafter_speed(self) -> float:
-        """Tokens a second of one device with the drafter alone."""
-        fixed, each = self.drafter_seconds()
-        return self.cfg.data.token_budget / (fixed + each * self.cfg.train.max_anchors)
-
-    def sides(self) -> tuple[float, float, float]:
-        """Tokens a second of (all targets, all drafters, the whole run), each on its devices."""
-        topology = self.cfg.topology
+    def balance(self) -> Balance:
+        """Both sides at the known rates."""
+        topology, flops = self.cfg.topology, self.target_flops()
         on_targets, on_drafters = set(topology.targets), set(topology.drafters)
-        target, drafter = self.target_speed(), self.drafter_speed()
-        targets, drafters = target * len(on_targets), drafter * len(on_drafters)
-        # Devices with both roles give their time to the side that needs it.
-        both = len(on_targets | on_drafters) / (1 / target + 1 / drafter)
-        return targets, drafters, min(targets, drafters, both)
-
-    def balanced_anchors(self) -> int:
-        """The max_anchors at which the drafters, on devices of their own, keep up exactly."""
-        targets, _, _ = self.sides()
-        drafters = len(set(self.cfg.topology.drafters))
-        fixed, each = self.drafter_seconds()
-        seconds = drafters * self.cfg.data.token_budget / targets
-        return max(0, int((seconds - fixed) / each / ANCHOR_STEP) * ANCHOR_STEP)
+        batch_s, anchor_s = drafter_seconds(self.cfg, self.spec, self.parameters)
+        return Balance(
+            targets=len(on_targets),
+            drafters=len(on_drafters),
+            devices=len(on_targets | on_drafters),
+            target_speed=self.rate.target / flops if flops else math.inf,
+            batch_tokens=self.cfg.data.token_budget,
+            batch_s=batch_s,
+            anchor_s=anchor_s,
+            max_anchors=self.cfg.train.max_anchors,
+        )
 
     # -- for people ----------------------------------------------------------------------------
 
@@ -322,36 +256,18 @@ class Plan:
         return f"{line} of {limit / GIB:.1f}, free {(limit - total) / GIB:.1f}"
 
     def _speed_lines(self) -> list[str]:
-        topology = self.cfg.topology
-        on_targets, on_drafters = set(topology.targets), set(topology.drafters)
-        targets, drafters, whole = self.sides()
-        device = "an H200" if self.kind == "cuda" else "two cores"
+        balance = self.balance()
+        targets, drafters = balance.sides
+        on_cpu = "cpu" in self.cfg.topology.drafters
         speed = (
-            f"speed    {whole:,.0f} tokens/s expected at the rates of {device} "
+            f"speed    {balance.whole:,.0f} tokens/s expected at the rates of "
+            f"{'two cores' if on_cpu else 'an H200'} "
             f"({self.rate.target / 1e12:g} and {self.rate.drafter / 1e12:g} TFLOP/s); "
             f"targets alone {targets:,.0f}, drafters alone {drafters:,.0f}"
         )
-        if self.kind == "cuda" and self.spec.hidden_size < SMALL_HIDDEN:
+        if not on_cpu and self.spec.hidden_size < SMALL_HIDDEN:
             speed += "; kernels this short reach less"
-        if on_targets & on_drafters:
-            share = whole / self.target_speed() / len(on_targets | on_drafters)
-            return [
-                speed,
-                f"balance  shared devices: the target takes {share:.0%} of their time, the "
-                f"drafter {1 - share:.0%}; fewer train.max_anchors make the run faster",
-            ]
-        if math.isinf(targets):
-            return [speed, "balance  the drafters are the slower side: states are stored"]
-        slow, fast = ("targets", "drafters") if targets < drafters else ("drafters", "targets")
-        idle = 1 - min(targets, drafters) / max(targets, drafters)
-        ratio = self.drafter_speed() / self.target_speed()
-        gpus = f"{ratio:.2g}:1" if ratio >= 1 else f"1:{1 / ratio:.2g}"
-        return [
-            speed,
-            f"balance  the {slow} are the slower side, the {fast} wait {idle:.0%} of the time; "
-            f"train.max_anchors {self.balanced_anchors()} or targets to drafters as {gpus} "
-            "would balance it",
-        ]
+        return [speed, f"balance  {balance.line()}"]
 
 
 def _family_mask(info: TargetInfo) -> int:

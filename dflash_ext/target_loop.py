@@ -30,6 +30,10 @@ class TargetForwardLoop:
         tickets: shared by all targets; None in it ends the loop (and is put back for the others).
         queues: of this process's drafters, by their rank.
         cache: where training batches come from instead of a forward pass, if not None.
+
+    Attributes:
+        tokens: of the training batches so far, whose device time ``busy_s`` is.
+        planning_s: seconds spent waiting for the prefetcher.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class TargetForwardLoop:
         self.cpu_threads = cpu_threads
         self.clock = BusyClock(target.device)
         self.tokens = 0
+        self.planning_s = 0.0
         self._in_flight: deque[torch.cuda.Event] = deque()
 
     @property
@@ -66,7 +71,9 @@ class TargetForwardLoop:
     def _run(self, worker: Worker) -> None:
         while True:
             worker.at("waiting for a batch")
+            begin = time.perf_counter()
             ticket = self.supervisor.get(self.tickets)
+            self.planning_s += time.perf_counter() - begin
             if ticket is None:
                 self.supervisor.put(self.tickets, None)
                 return
@@ -76,9 +83,12 @@ class TargetForwardLoop:
             worker.at(f"step {ticket.step}, batch {ticket.plan.batch_id}")
             self._limit_in_flight()
             slot.wait_free()
-            with self.clock.measure():
+            if ticket.kind == "train":
+                with self.clock.measure():
+                    self._fill(slot, ticket)
+                self.tokens += ticket.plan.n_tokens
+            else:
                 self._fill(slot, ticket)
-            self.tokens += ticket.plan.n_tokens
             hs_queue.publish(slot)
 
     def _limit_in_flight(self) -> None:

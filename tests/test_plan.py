@@ -87,8 +87,9 @@ def test_against_what_was_measured() -> None:
     for anchors, seconds in ((8192, 3.151), (1024, 0.463)):
         cfg.train.max_anchors = anchors
         plan = Plan(cfg)
-        fixed, each = plan.drafter_seconds()
-        assert fixed + anchors * each == pytest.approx(seconds, rel=0.15)
+        balance = plan.balance()
+        found = balance.batch_s + anchors * balance.anchor_s
+        assert found == pytest.approx(seconds, rel=0.15)
     parts = plan.memory["cuda:7"]
     held = sum(parts.values()) - parts["CUDA and libraries"] - parts["slots"] // 2  # it had one
     assert 1.0 <= held / (47.8 * GIB) <= 1.1
@@ -195,9 +196,11 @@ def test_the_proposed_anchors_balance() -> None:
     cfg = load_config(BIG)
     for anchors in (64, 20000):
         cfg.train.max_anchors = anchors
-        cfg.train.max_anchors = Plan(cfg).balanced_anchors()
-        targets, drafters, whole = Plan(cfg).sides()
-        assert drafters == pytest.approx(targets, rel=0.02) and whole == min(targets, drafters)
+        cfg.train.max_anchors = Plan(cfg).balance().balanced_anchors() or 0
+        balance = Plan(cfg).balance()
+        targets, drafters = balance.sides
+        assert drafters == pytest.approx(targets, rel=0.02)
+        assert balance.whole == min(targets, drafters)
 
 
 def test_the_slower_side_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,8 +211,9 @@ def test_the_slower_side_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_device_for_both_is_the_harmonic_bound() -> None:
     plan = Plan(load_config(PROJECT_ROOT / "configs" / "qwen3_8b_1gpu.yaml"))
-    targets, drafters, whole = plan.sides()
-    assert whole == pytest.approx(1 / (1 / targets + 1 / drafters))
+    balance = plan.balance()
+    targets, drafters = balance.sides
+    assert balance.whole == pytest.approx(1 / (1 / targets + 1 / drafters))
 
 
 def test_cpus_beside_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

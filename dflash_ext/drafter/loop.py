@@ -30,11 +30,15 @@ from dflash_ext.supervisor import Supervisor, Worker
 
 @dataclass(frozen=True)
 class Mark:
-    """Host-side counts of one drafter at a logged step; all are totals of this process."""
+    """Host-side counts of one drafter at a logged step; all are totals of this process.
+
+    paused_s: seconds in which it evaluated or saved.
+    """
 
     step: int
     tokens: int
     busy_s: float
+    paused_s: float
     time: float
 
 
@@ -86,6 +90,7 @@ class DrafterTrainLoop:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.done_steps = steps.start
         self.tokens = 0
+        self.paused_s = 0.0
         self.device = next(model.parameters()).device
         self.clock = BusyClock(self.device)
         if optimizer.flat is not None:
@@ -112,8 +117,10 @@ class DrafterTrainLoop:
         self.grad_sync.connect()
         try:
             for step in self.steps:
+                begin = time.perf_counter()
                 self._maybe_evaluate(step, worker)
                 self._maybe_save(step)
+                self.paused_s += time.perf_counter() - begin
                 worker.at(f"step {step}")
                 if not self.supervisor.begin_step(step):
                     self._publish(step, stopping=True)
@@ -199,7 +206,8 @@ class DrafterTrainLoop:
         """Sends off what was counted since the last row, also when a signal ends the run early."""
         logged = done % self.cfg.log.every == 0 or done == self.steps.stop
         if logged != stopping and done > self.steps.start:
-            self.marks.append(Mark(done, self.tokens, self.clock.seconds, time.perf_counter()))
+            busy, now = self.clock.seconds, time.perf_counter()
+            self.marks.append(Mark(done, self.tokens, busy, self.paused_s, now))
             self.stream.publish(done)
 
     def _maybe_save(self, done: int) -> None:
