@@ -16,10 +16,10 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_ext.config import CheckpointConfig, UserError
+from dflash_ext.files import sync as _fsync
 
 FORMAT_VERSION = 1
 TENSORS, META, MANIFEST, LATEST = "tensors.safetensors", "meta.json", "manifest.json", "latest"
 MAX_FAILED_SAVES = 3  # in a row; a full disk may be a passing thing, losing a whole run is not
+SAVE_AGAIN_S = 10.0  # between the tries of the last save
 FREE_SPACE_FACTOR = 1.3
 
 _log = logging.getLogger(__name__)
@@ -41,6 +43,10 @@ _STEP_DIR = re.compile(r"step_(\d{8,})")
 
 class DamagedError(Exception):
     """A checkpoint that is not what its manifest says; the message says in what."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that could not be saved, in several tries; the message names step and reason."""
 
 
 class CheckpointManager:
@@ -60,6 +66,7 @@ class CheckpointManager:
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._failed_saves = 0
+        self._unsaved: tuple[int, dict[str, Tensor], str] | None = None
         self._damaged: set[int] = set()
         self._swept = False
 
@@ -71,61 +78,91 @@ class CheckpointManager:
         tensors: dict[str, Tensor],
         meta: dict[str, Any],
         score: float | None = None,
+        *,
+        last: bool = False,
     ) -> None:
         """Write checkpoint ``step``, replacing one of the same step, then drop old ones.
 
         With ``async_save`` the tensors are copied before this returns; the rest happens in a
         thread, whose error is raised by the next ``save`` or ``close``. A save that fails for lack
         of space or another operating-system error is only reported, up to ``MAX_FAILED_SAVES`` in
-        a row.
+        a row; then SaveError is raised.
 
         Args:
             tensors: name -> tensor, any device; aliases of one storage are stored separately.
             meta: JSON values; comes back from ``load`` with ``step`` and ``score`` set.
             score: what ``keep_best`` compares; higher is better.
+            last: no other save follows: should this one fail, ``close`` tries it again.
         """
         self._join()
+        self._unsaved = None
         host = _host_tensors(tensors, copy=self.cfg.async_save)
         text = json.dumps({**meta, "format_version": FORMAT_VERSION, "step": step, "score": score})
         if not self.cfg.async_save:
-            self._try_write(step, host, text)
+            self._try_write(step, host, text, last)
             return
         self._writer = threading.Thread(
-            target=self._write_in_thread, args=(step, host, text), name="checkpoint"
+            target=self._write_in_thread, args=(step, host, text, last), name="checkpoint"
         )
         self._writer.start()
 
-    def close(self) -> None:
-        """Wait for the save under way; raise if the last one could not be written."""
-        self._join()
-        if self._failed_saves:
-            raise RuntimeError(f"the last checkpoint was not saved in {self.folder}, see above")
-
-    def _join(self) -> None:
+    def wait(self) -> None:
+        """Wait for the save under way, whatever comes of it."""
         if self._writer is not None:
             self._writer.join()
-            self._writer = None
+
+    def close(self) -> None:
+        """Wait for the save under way; if the last one failed, try it again a few times.
+
+        The tensors of a save without ``async_save`` must not have changed since.
+
+        Raises:
+            SaveError: it still cannot be written.
+        """
+        self._join()
+        tries = 0
+        while self._unsaved is not None:
+            if tries == MAX_FAILED_SAVES:
+                raise SaveError(
+                    f"{self.folder}: the last checkpoint, of step {self._unsaved[0]}, was not "
+                    "saved, see above"
+                )
+            tries += 1
+            time.sleep(SAVE_AGAIN_S)
+            self._try_write(*self._unsaved, last=True)
+
+    def _join(self) -> None:
+        self.wait()
+        self._writer = None
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _write_in_thread(self, step: int, tensors: dict[str, Tensor], meta: str) -> None:
+    def _write_in_thread(
+        self, step: int, tensors: dict[str, Tensor], meta: str, last: bool
+    ) -> None:
         try:
-            self._try_write(step, tensors, meta)
+            self._try_write(step, tensors, meta, last)
         except BaseException as error:
             self._error = error
 
-    def _try_write(self, step: int, tensors: dict[str, Tensor], meta: str) -> None:
+    def _try_write(self, step: int, tensors: dict[str, Tensor], meta: str, last: bool) -> None:
         try:
             self._write(step, tensors, meta)
         except (OSError, SafetensorError) as error:  # safetensors wraps the disk's errors
             self._failed_saves += 1
+            self._unsaved = step, tensors, meta
             _log.warning("checkpoint of step %d not saved: %s", step, error)
-            if self._failed_saves >= MAX_FAILED_SAVES:
-                raise
+            if self._failed_saves >= MAX_FAILED_SAVES and not last:
+                raise SaveError(
+                    f"checkpoint of step {step} not saved, nor those before it: {error}"
+                ) from error
             return
-        self._failed_saves = 0
-        self._prune(step)
+        self._failed_saves, self._unsaved = 0, None
+        try:
+            self._prune(step)
+        except OSError as error:
+            _log.warning("older checkpoints not removed: %s", error)
 
     def _write(self, step: int, tensors: dict[str, Tensor], meta: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -169,8 +206,8 @@ class CheckpointManager:
     def _check_space(self, size: int) -> None:
         need, free = int(size * FREE_SPACE_FACTOR), shutil.disk_usage(self.folder).free
         if free < need:
-            found = f"found {free >> 20} MiB free in {self.folder}, want {need >> 20} MiB"
-            raise OSError(errno.ENOSPC, found)
+            found, want = (f"{number / 2**20:,.1f} MiB" for number in (free, need))
+            raise OSError(errno.ENOSPC, f"found {found} free in {self.folder}, want {want}")
 
     def _prune(self, saved: int) -> None:
         """Keep the newest up to ``saved``. Later ones, of another run in this folder, stay, unless
@@ -332,12 +369,3 @@ def _sha256(path: Path) -> str:
 def _write_synced(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    """Flush a file's contents, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,6 +27,7 @@ from dflash_ext.config_values import (
     shown,
     type_name,
 )
+from dflash_ext.files import replace_file
 
 __all__ = [
     "CheckpointConfig",
@@ -281,6 +282,9 @@ class Flags:
     resume: bool = field(default=False, metadata={"doc": "go on from the run's last checkpoint"})
     plan: bool = field(default=False, metadata={"doc": "print memory and speed, then stop"})
     check_data: bool = field(default=False, metadata={"doc": "report on the data, then stop"})
+    accept_changed_data: bool = field(
+        default=False, metadata={"doc": "resume though data.train holds other text than before"}
+    )
 
 
 SECTIONS: dict[str, Any] = get_type_hints(Config)
@@ -317,7 +321,7 @@ def from_dict(data: object, source: str = "configuration") -> Config:
 
 def save_config(cfg: Config, path: str | Path) -> None:
     """Write YAML; ``load_config`` gives back an equal ``Config``."""
-    Path(path).write_text(to_yaml(cfg), encoding="utf-8")
+    replace_file(Path(path), to_yaml(cfg))
 
 
 def load_config(path: str | Path) -> Config:

@@ -36,6 +36,7 @@ def describe(run: Pipeline) -> list[str]:
         f"block {spec.block_size}, mask token {mask!r} ({spec.mask_token_id}), "
         f"started from {cfg.drafter.init_from}",
         *_start_lines(run),
+        *run.resume.notes,
         *run.data_report.lines(),
         *run.text.lines(),
         *run.cache_lines,

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from dflash_ext.config import DataConfig, UserError
 from dflash_ext.data.assistant_mask import runs
 from dflash_ext.data.conversations import Example, load_examples, prompt_and_answer
 from dflash_ext.drafter import DFlashDraftModel, FrozenHead
+from dflash_ext.files import replace_file
 from dflash_ext.greedy_text import GreedyTextCache
 from dflash_ext.measure import NEAR_TIE, Answer, Measurement, Text, measure_text
 from dflash_ext.target import Target, load_target, load_tokenizer
@@ -270,13 +270,7 @@ def _run(args: argparse.Namespace) -> None:
     )
     print("\n".join(report_lines(result)))
     if args.json:
-        _write_json(Path(args.json), result)
-
-
-def _write_json(path: Path, result: dict[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(path)
+        replace_file(Path(args.json), json.dumps(result, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

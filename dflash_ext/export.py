@@ -8,7 +8,6 @@ head are the target's, so they are not stored.
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from dflash_ext.config import CommandParser, UserError, from_dict, run_command
 from dflash_ext.config_values import shown
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.drafter.spec import DrafterSpec
+from dflash_ext.files import naming, sync
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,8 +37,8 @@ def write_export(
 ) -> None:
     """Write `model` to `folder` in `dtype` (default: its own); the folder appears complete or not.
 
-    An older export there is replaced. Raises UserError if the folder holds anything else, and
-    RuntimeError if a tensor has a non-finite value.
+    An older export there is replaced. Raises UserError if the folder holds anything else,
+    RuntimeError if a tensor has a non-finite value, and OSError, which names the folder.
     """
     folder = Path(folder).resolve()
     check_replaceable(folder)
@@ -48,21 +48,22 @@ def write_export(
         for name, tensor in model.state_dict().items()
     }
     check_finite(tensors, str(folder))
+    config = model.spec.to_hf_config(str(stored).removeprefix("torch."))
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir()
-    try:
-        save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
-        (fresh / WEIGHTS).chmod(0o644)  # servers often run as another user
-        config = model.spec.to_hf_config(str(stored).removeprefix("torch."))
-        (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name in (WEIGHTS, CONFIG):
-            _sync(fresh / name)
-        _sync(fresh)
-        _swap_in(fresh, folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    with naming(folder):
+        fresh.mkdir()
+        try:
+            save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+            (fresh / WEIGHTS).chmod(0o644)  # servers often run as another user
+            (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            for name in (WEIGHTS, CONFIG):
+                sync(fresh / name)
+            sync(fresh)
+            _swap_in(fresh, folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -160,16 +161,8 @@ def _swap_in(fresh: Path, folder: Path) -> None:
     if folder.exists():
         folder.rename(old)
     fresh.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def load_run(

@@ -7,15 +7,17 @@ from there on it is another text.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
+
+from dflash_ext.files import replace_file
 
 
 def new_cache(model: PreTrainedModel) -> dict[str, DynamicCache]:
@@ -91,10 +93,9 @@ class GreedyTextCache:
         if stored and (len(stored) >= max_new_tokens or stored[-1] in self.stop_token_ids):
             return stored[:max_new_tokens]
         tokens = list(greedy_tokens(self.model, prompt, max_new_tokens, self.stop_token_ids))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps({"prompt": list(prompt), "tokens": tokens}))
-        partial.replace(path)
+        with contextlib.suppress(OSError):  # a full disk costs the next evaluation time, no more
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps({"prompt": list(prompt), "tokens": tokens}))
         return tokens
 
     def _stored(self, path: Path, prompt: Sequence[int]) -> list[int]:

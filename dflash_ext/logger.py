@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from dflash_ext.config import Config, UserError, to_dict
+from dflash_ext.files import replace_file
 from dflash_ext.wandb_sink import WandbSink
 
 Row = Mapping[str, Any]
@@ -63,10 +64,14 @@ class RunLogger:
 
         Values are numbers; a non-finite one is written as null.
         """
+        missing = self._rows.unwritten
         try:
             self._rows.append(step, row)
+            if missing:
+                self._console.note("metrics.jsonl: can be written again, and holds all rows")
         except OSError as error:
-            self._console.note(f"metrics.jsonl: cannot write the row of step {step}: {error}")
+            if not missing:
+                self._console.note(f"metrics.jsonl: cannot be written, its rows wait: {error}")
         if "eval_accept_len" in row:
             self._console.note(f"step {step}: acceptance length {row['eval_accept_len']:.3f}")
         if self._wandb is not None:
@@ -83,44 +88,66 @@ class RunLogger:
     def close(self, summary: Row | None = None) -> None:
         """Ends all outputs; W&B within its time-out. A second call does nothing."""
         self._console.close()
-        self._rows.close()
+        try:
+            self._rows.close()
+        except OSError as error:
+            lost = self._rows.unwritten
+            self._console.note(f"metrics.jsonl: its last {lost} rows cannot be written: {error}")
         if self._wandb is not None:
             sink, self._wandb = self._wandb, None
             sink.close(summary)
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per step, steps unique and ascending, each flushed."""
+    """metrics.jsonl: one JSON object per step, steps unique and ascending, each flushed.
+
+    Rows that cannot be written are held, and written with the next one.
+    """
 
     def __init__(self, path: Path, start_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = read_metrics(path) if start_step > 0 and path.exists() else []
         rows = [row for row in rows if row["step"] <= start_step]
-        _replace_file(path, "".join(_json_line(row) for row in rows))
+        replace_file(path, "".join(_json_line(row) for row in rows))
         # Unbuffered: after a write that failed, nothing is left behind that a later one would add.
         self._file = path.open("r+b", buffering=0)
-        self._last = rows[-1] if rows else {"step": -1}
         self._end = self._file.seek(0, os.SEEK_END)
-        self._start = self._end - len(_json_line(self._last).encode()) if rows else self._end
+        # The newest row, which may still grow, and those before it that are not in the file
+        self._held = rows[-1:]
+        self._start = self._end - len("".join(map(_json_line, self._held)).encode())
+        self.unwritten = 0
 
     def append(self, step: int, row: Row) -> None:
-        if step < self._last["step"]:
-            raise ValueError(f"step {step} comes after step {self._last['step']}")
-        if step == self._last["step"]:
-            row = {**self._last, **row}
+        """Raises OSError if the file cannot be written."""
+        last = self._held[-1]["step"] if self._held else -1
+        if step < last:
+            raise ValueError(f"step {step} comes after step {last}")
+        if step == last:
+            self._held[-1] |= row
+        elif self.unwritten:
+            self._held.append({"step": step, **row})
         else:
+            self._held = [{"step": step, **row}]
             self._start = self._end
-        self._last = {"step": step, **row}
+        self._write()
+
+    def _write(self) -> None:
+        self.unwritten = len(self._held)
         self._file.seek(self._start)
         self._file.truncate()
-        self._end = self._start
-        line = _json_line(self._last).encode()
-        if self._file.write(line) != len(line):
+        lines = "".join(map(_json_line, self._held)).encode()
+        if self._file.write(lines) != len(lines):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._end += len(line)
+        self._end = self._start + len(lines)
+        self.unwritten = 0
 
     def close(self) -> None:
-        self._file.close()
+        """Raises OSError if rows are left that cannot be written."""
+        try:
+            if self.unwritten:
+                self._write()
+        finally:
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -147,7 +174,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def write_summary(run_dir: Path, summary: Row) -> None:
     """Writes ``run_dir/summary.json`` in one piece or not at all."""
-    _replace_file(run_dir / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
+    replace_file(run_dir / "summary.json", json.dumps(_finite(summary), indent=2) + "\n")
 
 
 def print_summary(summary: Row, console: Console | None = None) -> None:
@@ -197,15 +224,6 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}:{rest:02d} min"
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d} h"
-
-
-def _replace_file(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _json_line(row: Row) -> str:

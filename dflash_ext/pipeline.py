@@ -59,7 +59,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, cfg: Config, run_dir: Path, resume: bool = False, machines: Machines | None = None
+        self,
+        cfg: Config,
+        run_dir: Path,
+        resume: bool = False,
+        machines: Machines | None = None,
+        accept_changed_data: bool = False,
     ) -> None:
         check_topology(cfg.topology)
         self.cfg, self.run_dir = cfg, run_dir
@@ -70,11 +75,13 @@ class Pipeline:
         self.ranks = range(self.machines.rank * own, (self.machines.rank + 1) * own)
         self.checkpoints = CheckpointManager(run_dir / "checkpoints", cfg.checkpoint)
         self.resume = Resume()
-        if resume:
+        if resume and not self.checkpoints.steps() and (run_dir / "config.yaml").exists():
+            self.resume.notes.append("resume   found no checkpoint yet: from the beginning")
+        elif resume:
             self.resume = load_resume(self.checkpoints, cfg, self.machines.count)
         self.start = self.resume.drafter or start_spec(cfg.drafter)
         self._load_data_and_target()
-        self.resume.check_same_text(self.data_hash)
+        self.resume.check_same_text(self.data_hash, accept_changed_data)
         self._build_drafter()
         self.total_steps = self.planner.total_steps()
         if self.total_steps < self.resume.step:
@@ -294,8 +301,10 @@ class Pipeline:
         if self.machines.several:
             supervisor.spawn("machines", lambda worker: self.machines.watch(worker, supervisor))
         monitor = supervisor.spawn("monitor", self.monitor.run)
-        supervisor.wait([*workers, monitor])
-        self.checkpoints.close()
+        try:
+            supervisor.wait([*workers, monitor])
+        finally:
+            self.checkpoints.wait()
         return self.monitor
 
     def _load_meter(self) -> LoadMeter:
@@ -358,7 +367,8 @@ class Pipeline:
             "drafter": loop.model.spec.to_hf_config(),
             "accept_len_before": self.accept_len_before,
         }
-        self.checkpoints.save(step, tensors, meta, score)
+        last = step == self.total_steps or self.supervisor.signum is not None
+        self.checkpoints.save(step, tensors, meta, score, last=last)
 
     def _tokens_up_to(self, step: int) -> int:
         """Tokens that all drafters have trained since this process began."""

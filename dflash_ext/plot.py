@@ -12,6 +12,7 @@ from typing import Any
 from dflash_ext.command import CommandParser, check_output_file, run_command
 from dflash_ext.config import UserError
 from dflash_ext.config_values import shown
+from dflash_ext.files import naming
 from dflash_ext.logger import read_metrics
 
 Rows = list[dict[str, Any]]
@@ -63,7 +64,8 @@ def plot_runs(runs: dict[str, Rows], out: Path) -> None:
             left.legend()
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
-            figure.savefig(out, dpi=150)
+            with naming(out):
+                figure.savefig(out, dpi=150)
         except ValueError as error:
             raise UserError(f"--out: found {out}, want a picture's name: {error}") from None
         finally:

@@ -35,6 +35,7 @@ from dflash_ext.config import CommandParser, UserError, run_command
 from dflash_ext.data.readers import FileShard, parse_line
 from dflash_ext.data.rows import checked_messages, conversation_of
 from dflash_ext.data.text_settings import check_same, template_hash, write_settings
+from dflash_ext.files import naming
 from dflash_ext.generation import Answer, Generator, Prompt, TargetGenerator
 from dflash_ext.server import ServerGenerator
 from dflash_ext.target import load_target, load_tokenizer
@@ -91,7 +92,7 @@ def _positive(text: str) -> int:
 def _run(args: argparse.Namespace) -> None:
     prompts = read_prompts(args.prompts)
     out = Path(args.out)
-    with open_output(out) as file:
+    with naming(out), open_output(out) as file:
         done, unanswered = resume_point(file, out, prompts)
         if done:
             print(f"{out}: {done} of {len(prompts)} rows are there already", file=sys.stderr)

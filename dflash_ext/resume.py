@@ -40,26 +40,29 @@ _META: dict[str, tuple[type, ...]] = {
 
 @dataclass
 class Resume:
-    """What a checkpoint gives back: nothing, for a run that starts."""
+    """What a checkpoint gives back: nothing, for a run that starts. `notes` are for the user."""
 
     step: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     drafter: DrafterSpec | None = None
+    notes: list[str] = field(default_factory=list)
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names start with `prefix`, without it."""
         named = self.tensors.items()
         return {k.removeprefix(prefix): v for k, v in named if k.startswith(prefix)}
 
-    def check_same_text(self, data_hash: str) -> None:
-        """Raise UserError if the run trained on other text."""
+    def check_same_text(self, data_hash: str, accept_changed: bool) -> None:
+        """Raise UserError if the run trained on other text, unless that is accepted."""
         want = self.meta.get("data_hash", data_hash)
-        if data_hash != want:
-            raise UserError(
-                f"data.train: found text with hash {data_hash[:12]}, "
-                f"want {want[:12]} as in the checkpoint of step {self.step}"
-            )
+        if data_hash == want:
+            return
+        found = f"data.train: found text with hash {data_hash[:12]}"
+        before = f"{want[:12]} as in the checkpoint of step {self.step}"
+        if not accept_changed:
+            raise UserError(f"{found}, want {before}, or --accept_changed_data to go on with it")
+        self.notes.append(f"warning  {found}, not {before}: going on with it")
 
 
 def load_resume(checkpoints: CheckpointManager, cfg: Config, processes: int = 1) -> Resume:

@@ -7,6 +7,7 @@ import platform
 import resource
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import transformers
 
 import dflash_ext
 from dflash_ext.acceptance import accept_len, prompt_lookup_lengths, text_end
-from dflash_ext.config import Config, Flags, UserError, parse_config, run_command, save_config
+from dflash_ext.checkpoint import SaveError
+from dflash_ext.config import Config, Flags, parse_config, run_command, save_config
 from dflash_ext.data.conversations import prompt_and_answer
 from dflash_ext.describe import describe
 from dflash_ext.export import check_replaceable, write_export
@@ -24,6 +26,7 @@ from dflash_ext.machines import Machines, join_machines
 from dflash_ext.monitor import Monitor
 from dflash_ext.pipeline import Pipeline
 from dflash_ext.plan import Plan
+from dflash_ext.run_folder import claim
 from dflash_ext.supervisor import RunFailed
 
 
@@ -41,23 +44,24 @@ def main(argv: list[str] | None = None) -> int:
         plan.check_memory()
         return 0
     try:
-        with join_machines(cfg.train.stall_timeout_s) as machines:
+        with (
+            join_machines(cfg.train.stall_timeout_s) as machines,
+            claim(run_dir, flags.resume) if _writes(machines, flags) else nullcontext(),
+        ):
             return _run(cfg, flags, machines, start)
-    except RunFailed as error:
+    except (RunFailed, SaveError) as error:
         print(f"error: {error}", file=sys.stderr)  # a worker has printed its traceback
         return 1
 
 
 def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
     run_dir = _run_dir(cfg)
-    writes = machines.rank == 0
     if not (flags.resume or "cpu" in cfg.topology.drafters):
         Plan(cfg).check_memory()
-    if writes and not flags.check_data:
-        _check_run_dir(run_dir, flags.resume)
+    if _writes(machines, flags):
         check_replaceable(run_dir / "export")
     print(f"loading  {cfg.model.target}", flush=True)
-    pipeline = Pipeline(cfg, run_dir, flags.resume, machines)
+    pipeline = Pipeline(cfg, run_dir, flags.resume, machines, flags.accept_changed_data)
     if flags.check_data:
         print("\n".join([*pipeline.describe_data(), "nothing was trained"]))
         return 0
@@ -65,9 +69,9 @@ def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
 
     pipeline.supervisor.install_signal_handlers()
     logger = None
-    if writes:
+    if _writes(machines, flags):
         logger = RunLogger(cfg, run_dir, pipeline.total_steps, pipeline.resume.step)
-        save_config(cfg, run_dir / "config.yaml")
+        save_config(cfg, run_dir / "config.yaml")  # what it refuses has not begun
     try:
         monitor = pipeline.run(logger)
     except RunFailed as error:
@@ -75,15 +79,33 @@ def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
     finally:
         if logger is not None:
             logger.close()
-    if pipeline.supervisor.signum is not None and pipeline.done_steps < pipeline.total_steps:
+    seconds = time.perf_counter() - start
+    try:
+        return _finish(pipeline, monitor, seconds, writes=logger is not None)
+    except OSError as error:
+        raise RunFailed(
+            f"{error.filename}: {error.strerror}; --resume writes it once there is room"
+        ) from error
+
+
+def _finish(pipeline: Pipeline, monitor: Monitor, seconds: float, writes: bool) -> int:
+    """Writes what a run leaves behind. Raises SaveError and OSError, which names its file."""
+    run_dir = pipeline.run_dir
+    complete = pipeline.done_steps == pipeline.total_steps
+    try:
+        if complete and writes:
+            # First: the weights are here, whatever became of their checkpoint.
+            write_export(pipeline.drafter_loops[0].model, run_dir / "export")
+            print(f"wrote    {run_dir / 'export'}", flush=True)
+    finally:
+        pipeline.checkpoints.close()
+    if pipeline.supervisor.signum is not None and not complete:
         print(f"stopped by signal after step {pipeline.done_steps}; go on with --resume")
         return 128 + pipeline.supervisor.signum
-    if not writes:
-        return 0
-    write_export(pipeline.drafter_loops[0].model, run_dir / "export")
-    summary = _summary(pipeline, monitor, time.perf_counter() - start)
-    write_summary(run_dir, summary)
-    print_summary(summary | _advice(cfg, pipeline, run_dir))
+    if writes:
+        summary = _summary(pipeline, monitor, seconds)
+        write_summary(run_dir, summary)
+        print_summary(summary | _advice(pipeline.cfg, pipeline, run_dir))
     return 0
 
 
@@ -91,12 +113,8 @@ def _run_dir(cfg: Config) -> Path:
     return Path(cfg.log.dir) / cfg.log.name
 
 
-def _check_run_dir(run_dir: Path, resume: bool) -> None:
-    if not resume and (run_dir / "config.yaml").exists():
-        raise UserError(
-            f"log.name: found a run in {run_dir}, want a new name "
-            "(--log.name NAME), or --resume to go on with it"
-        )
+def _writes(machines: Machines, flags: Flags) -> bool:
+    return machines.rank == 0 and not flags.check_data
 
 
 def _summary(pipeline: Pipeline, monitor: Monitor, seconds: float) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import yaml
 
 from dflash_ext.config import UserError
 from dflash_ext.config_values import read_yaml, shown
+from dflash_ext.files import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +54,7 @@ def read_settings(text: str | Path) -> dict[str, object] | None:
 
 
 def write_settings(text: str | Path, settings: Settings) -> None:
-    settings_path(text).write_text(yaml.safe_dump(dict(settings), sort_keys=False))
+    replace_file(settings_path(text), yaml.safe_dump(dict(settings), sort_keys=False))
 
 
 def check_same(text: str | Path, now: Settings) -> None:
