@@ -75,9 +75,7 @@ class Pipeline:
         self.ranks = range(self.machines.rank * own, (self.machines.rank + 1) * own)
         self.checkpoints = CheckpointManager(run_dir / "checkpoints", cfg.checkpoint)
         self.resume = Resume()
-        if resume and not self.checkpoints.steps() and (run_dir / "config.yaml").exists():
-            self.resume.notes.append("resume   found no checkpoint yet: from the beginning")
-        elif resume:
+        if resume:
             self.resume = load_resume(self.checkpoints, cfg, self.machines.count)
         self.start = self.resume.drafter or start_spec(cfg.drafter)
         self._load_data_and_target()

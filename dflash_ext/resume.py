@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dflash_ext.checkpoint import CheckpointManager
-from dflash_ext.config import Config, UserError, to_dict
+from dflash_ext.config import Config, UserError, load_config, to_dict
 from dflash_ext.config_values import shown
 from dflash_ext.drafter.spec import DrafterSpec
 
@@ -66,7 +66,14 @@ class Resume:
 
 
 def load_resume(checkpoints: CheckpointManager, cfg: Config, processes: int = 1) -> Resume:
-    """The newest intact checkpoint. Raises UserError if there is none, or none of this run."""
+    """The newest intact checkpoint; nothing, if the run was begun and ended before its first one.
+
+    Raises UserError if there is no run, or one that is not this one.
+    """
+    begun = checkpoints.folder.parent / "config.yaml"
+    if not checkpoints.steps() and begun.exists():
+        _check_same_run(to_dict(load_config(begun)), cfg, str(begun))
+        return Resume(notes=["resume   found no checkpoint yet: from the beginning"])
     tensors, meta = checkpoints.load()
     place = f"{checkpoints.folder}, step {meta['step']}"
     for name, types in _META.items():

@@ -8,14 +8,15 @@ import sys
 import threading
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import manager, names, saved, tensors_of
+from checkpoint_cases import assert_identical, manager, names, saved, tensors_of
 
 from dflash_ext import checkpoint
-from dflash_ext.checkpoint import MAX_FAILED_SAVES
+from dflash_ext.checkpoint import MAX_FAILED_SAVES, SaveError
 
 
 def test_leftovers_are_ignored_and_swept_by_the_next_save(tmp_path: Path) -> None:
@@ -113,15 +114,13 @@ def test_full_disk_is_survived_a_few_times(
     for step in range(2, 1 + MAX_FAILED_SAVES):
         checkpoints.save(step, tensors_of(step), {})
     checkpoints._join()
-    assert len(caplog.messages) == MAX_FAILED_SAVES - 1 and "found 0 MiB free" in caplog.text
+    assert len(caplog.messages) == MAX_FAILED_SAVES - 1 and "found 0.0 MiB free" in caplog.text
     assert names(tmp_path) == ["latest", "step_00000001"]
-    with pytest.raises(RuntimeError, match="the last checkpoint was not saved"):
+    with pytest.raises(SaveError, match="step 4 not saved") as error:
+        checkpoints.save(4, tensors_of(4), {})
         checkpoints.close()
-
-    with pytest.raises(OSError) as error:
-        checkpoints.save(9, tensors_of(9), {})
-        checkpoints.close()
-    assert error.value.errno == errno.ENOSPC
+    assert isinstance(error.value.__cause__, OSError)
+    assert error.value.__cause__.errno == errno.ENOSPC
 
     monkeypatch.undo()
     checkpoints.save(10, tensors_of(10), {})
@@ -129,10 +128,48 @@ def test_full_disk_is_survived_a_few_times(
     assert checkpoints.load()[1]["step"] == 10
 
 
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("tries", [1, MAX_FAILED_SAVES, MAX_FAILED_SAVES + 1])
+def test_the_last_save_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool, tries: int
+) -> None:
+    waits: list[float] = []
+    write, full = checkpoint.save_file, OSError(errno.ENOSPC, "No space left on device")
+
+    def save_file(*args: Any) -> None:
+        if len(waits) < tries:
+            raise full
+        write(*args)
+
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(sleep=waits.append))
+    checkpoints = manager(tmp_path, async_save=async_save)
+    checkpoints.save(8, tensors_of(8), {}, last=True)
+    if tries > MAX_FAILED_SAVES:
+        with pytest.raises(SaveError, match="the last checkpoint, of step 8, was not saved"):
+            checkpoints.close()
+        assert names(tmp_path) == []
+    else:
+        checkpoints.close()
+        assert_identical(checkpoints.load()[0], tensors_of(8))
+        assert waits == [checkpoint.SAVE_AGAIN_S] * tries
+
+
+def test_old_checkpoints_that_cannot_be_removed_do_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = saved(tmp_path, 1, keep=1)
+    monkeypatch.setattr(shutil, "rmtree", fail_with(OSError(errno.EIO, "Input/output error")))
+    checkpoints.save(2, tensors_of(2), {})
+    checkpoints.close()
+    assert "older checkpoints not removed" in caplog.text and checkpoints.load()[1]["step"] == 2
+
+
 def test_real_file_size_limit(tmp_path: Path) -> None:
     """The operating system refuses the write half way through a file."""
     code = (
         "import resource, signal, sys, torch\n"
+        "from dflash_ext import checkpoint\n"
         "from dflash_ext.checkpoint import CheckpointManager\n"
         "from dflash_ext.config import CheckpointConfig\n"
         "manager = CheckpointManager(sys.argv[1], CheckpointConfig())\n"
@@ -141,13 +178,14 @@ def test_real_file_size_limit(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
         "manager.save(2, {'w': torch.zeros(100_000)}, {})\n"
         "print(manager.load()[1]['step'])\n"
+        "checkpoint.SAVE_AGAIN_S = 0.0\n"
         "manager.close()\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "checkpoints")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout == "1\n" and done.returncode == 1
     assert "checkpoint of step 2 not saved" in done.stderr
-    assert "the last checkpoint was not saved" in done.stderr
+    assert "the last checkpoint, of step 2, was not saved" in done.stderr
     assert names(tmp_path) == ["latest", "step_00000001"]
 
 

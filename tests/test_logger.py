@@ -130,32 +130,43 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_full_disk_costs_rows_but_not_the_run(tmp_path: Path, silent: bool) -> None:
+def test_a_full_disk_costs_no_row_once_there_is_room(tmp_path: Path, silent: bool) -> None:
     logger, out = run_logger(tmp_path)
-    logger.log(10, {"loss": 3.0})
+    logger.log(10, {"loss": 4.0})
     disk = FullDisk(logger._rows._file, silent=silent)
     logger._rows._file = disk  # type: ignore[assignment]
-    logger.log(20, {"loss": 2.0})
-    assert "cannot write the row of step 20" in out.getvalue()
+    for step in (20, 30):
+        logger.log(step, {"loss": 3.0})
+        assert read_metrics(tmp_path / "metrics.jsonl")[0] == {"step": 10, "loss": 4.0}
+    assert out.getvalue().count("metrics.jsonl: cannot be written") == 1
     disk.full = False
-    logger.log(30, {"loss": 1.0})
+    logger.log(40, {"loss": 1.0})
+    assert "metrics.jsonl: can be written again" in out.getvalue()
+    logger.log(40, {"eval_accept_len": 2.0})
+    logger.log(50, {"loss": 0.5})
     logger.close()
-    rows = [{"step": 10, "loss": 3.0}, {"step": 30, "loss": 1.0}]
-    assert read_metrics(tmp_path / "metrics.jsonl") == rows
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 10, "loss": 4.0},
+        {"step": 20, "loss": 3.0},
+        {"step": 30, "loss": 3.0},
+        {"step": 40, "loss": 1.0, "eval_accept_len": 2.0},
+        {"step": 50, "loss": 0.5},
+    ]
 
 
-def test_full_disk_while_a_row_grows(tmp_path: Path) -> None:
-    logger, _ = run_logger(tmp_path)
+@pytest.mark.parametrize("in_time", [True, False])
+def test_full_disk_while_a_row_grows_and_at_the_end(tmp_path: Path, in_time: bool) -> None:
+    logger, out = run_logger(tmp_path)
     logger.log(10, {"loss": 3.0})
     logger.log(20, {"loss": 2.0})
     disk = FullDisk(logger._rows._file, silent=False)
     logger._rows._file = disk  # type: ignore[assignment]
     logger.log(20, {"eval_accept_len": 2.0})
-    disk.full = False
-    logger.log(30, {"loss": 1.0})
-    rows = [{"step": 10, "loss": 3.0}, {"step": 30, "loss": 1.0}]
-    assert read_metrics(tmp_path / "metrics.jsonl") == rows
+    disk.full = not in_time
+    logger.close()
+    rows = [{"step": 10, "loss": 3.0}, {"step": 20, "loss": 2.0, "eval_accept_len": 2.0}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == rows[: 1 + in_time]
+    assert ("its last 1 rows cannot be written" in out.getvalue()) is not in_time
 
 
 def test_resume_survives_a_crash_while_it_cuts(

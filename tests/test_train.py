@@ -256,12 +256,17 @@ def test_resume_without_a_checkpoint_is_a_clear_error(run, capsys) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_resume_with_other_text_is_refused(run, tiny_jsonl, capsys) -> None:
+def test_resume_with_other_text_is_refused_unless_accepted(run, tiny_jsonl, capsys) -> None:
     assert run("a") == 0
     other = tiny_jsonl(n=4, name="other.jsonl")
     capsys.readouterr()
-    assert run("a", "--resume", f"--data.train=[{other}]", "--train.steps=9") == 2
-    assert "data.train" in capsys.readouterr().err
+    flags = ("--resume", f"--data.train=[{other}]", "--train.steps=9")
+    assert run("a", *flags) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "data.train: found text with hash" in err
+    assert run("a", *flags, "--accept_changed_data") == 0
+    assert "warning  data.train: found text with hash" in capsys.readouterr().out
+    assert run("a", *flags, "--train.steps=10") == 0  # it is the run's text now
 
 
 def test_resume_with_another_configuration_is_refused(run, capsys) -> None:
