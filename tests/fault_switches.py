@@ -154,56 +154,6 @@ mechanism(
     "test_train.py::test_steps_without_a_finite_gradient_are_skipped_counted_and_stop_the_run",
 )
 
-# -- checkpoints -------------------------------------------------------------------------------
-
-
-def _old_ones_first(write: Any) -> Any:
-    def call(self: Any, *args: Any) -> None:
-        for step in self.steps():
-            self._remove(step)
-        write(self, *args)
-
-    return call
-
-
-mechanism(
-    "the old checkpoint goes last",
-    wrapped("dflash_ext.checkpoint:CheckpointManager._write", _old_ones_first),
-    "test_checkpoint_saving.py::test_a_crash_at_any_point_leaves_a_whole_checkpoint",
-)
-mechanism(
-    "failed saves are survived",
-    replaced("dflash_ext.checkpoint:MAX_FAILED_SAVES", 1),
-    "test_checkpoint_saving.py::test_full_disk_is_survived_a_few_times",
-)
-mechanism(
-    "checkpoints are verified",
-    replaced("dflash_ext.checkpoint:_verify", nothing),
-    "test_checkpoint.py::test_damage_falls_back_and_says_so[damage_tensors]",
-)
-mechanism(
-    "states of a checkpoint are compared with the drafter's",
-    replaced("dflash_ext.pipeline:check_tensors", nothing),
-    "test_damaged_drafters.py::test_resume_and_export[missing state]",
-    "test_damaged_drafters.py::test_resume_and_export[another state]",
-    "test_damaged_drafters.py::test_resume_and_export[cut state]",
-)
-mechanism(
-    "a resumed run keeps its text",
-    replaced("dflash_ext.resume:Resume.check_same_text", nothing),
-    "test_train.py::test_resume_with_other_text_is_refused",
-)
-mechanism(
-    "a resumed run keeps its configuration",
-    replaced("dflash_ext.resume:_check_same_run", nothing),
-    "test_train.py::test_resume_with_another_configuration_is_refused",
-)
-mechanism(
-    "a run's folder is its own",
-    replaced("dflash_ext.train:_check_run_dir", nothing),
-    "test_train.py::test_a_second_run_in_the_same_folder_is_refused",
-)
-
 # -- text --------------------------------------------------------------------------------------
 
 
@@ -393,3 +343,6 @@ mechanism(
     wrapped("dflash_ext.config:read_yaml", raising(ValueError)),
     "test_fuzz_config.py::test_hostile_files",
 )
+
+# Registers those of the disk: checkpoints, the folder of a run, what it writes
+importlib.import_module("fault_switches_disk")
