@@ -62,7 +62,7 @@ class RunLogger:
     def log(self, step: int, row: Row) -> None:
         """Writes a row; one more for the same step joins the first. Steps never go down.
 
-        Values are numbers; a non-finite one is written as null.
+        Values are numbers or lists of them; a non-finite one is written as null.
         """
         missing = self._rows.unwritten
         try:

@@ -10,11 +10,13 @@ from typing import Any
 
 from dflash_ext.acceptance import accept_len, accept_len_pooled
 from dflash_ext.balance import LoadMeter, Work
+from dflash_ext.config import TrainConfig
 from dflash_ext.drafter.loop import DrafterTrainLoop, Mark
 from dflash_ext.hs_queue import BufferedHSQueue
 from dflash_ext.logger import RunLogger
 from dflash_ext.machines import Machines
 from dflash_ext.metrics import merge_words, summarise
+from dflash_ext.nonfinite import NonfiniteSteps
 from dflash_ext.supervisor import Worker
 from dflash_ext.target_loop import TargetForwardLoop
 
@@ -23,7 +25,10 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Share:
-    """What one process adds to the row of a step: counters, and totals since it began."""
+    """What one process adds to the row of a step: counters, and totals since it began.
+
+    nonfinite: each step since the last row that was skipped, with this process's suspects.
+    """
 
     step: int
     words: list[int]
@@ -35,6 +40,7 @@ class Share:
     planning_s: float
     queue_depth: int
     dropped: int
+    nonfinite: list[tuple[int, list[int]]]
 
 
 class Monitor:
@@ -59,7 +65,7 @@ class Monitor:
         queues: list[BufferedHSQueue],
         lr_at: Callable[[int], float],
         block_size: int,
-        max_nonfinite_steps: int,
+        train: TrainConfig,
         tokens_before: int,
         finished: Callable[[], bool],
         machines: Machines,
@@ -68,15 +74,16 @@ class Monitor:
         self.logger = logger
         self.drafters, self.targets, self.queues = drafters, targets, queues
         self.lr_at, self.block_size = lr_at, block_size
-        self.max_nonfinite_steps = max_nonfinite_steps
+        self.grad_accum, self.max_nonfinite_steps = train.grad_accum, train.max_nonfinite_steps
         self.tokens_before = tokens_before
         self.finished, self.machines, self.load = finished, machines, load
         self.evals: dict[int, dict[str, float]] = {}
         self.tokens = tokens_before
         self.train_seconds = 0.0
         self._logged_step = -1
-        self._last_step = drafters[0].steps.start
-        self._nonfinite_in_a_row = 0
+        self._shared_step = self._checked_step = drafters[0].steps.start
+        self._nonfinite: dict[int, set[int]] = {}  # suspects by skipped step
+        self._in_a_row: dict[int, set[int]] = {}
         self._words: dict[int, list[list[int]]] = {}
         self._times: dict[int, float] = {}
         self._world = len(drafters) * machines.count
@@ -133,7 +140,19 @@ class Monitor:
             planning_s=sum(loop.planning_s for loop in self.targets),
             queue_depth=sum(q.depth() for q in self.queues),
             dropped=sum(loop.stream.dropped for loop in self.drafters),
+            nonfinite=self._nonfinite_up_to(step),
         )
+
+    def _nonfinite_up_to(self, step: int) -> list[tuple[int, list[int]]]:
+        """Steps that were skipped since the last share, each with the batches of this process whose
+        loss was not finite."""
+        first, self._shared_step = self._shared_step, step
+        found: dict[int, list[int]] = {}
+        for loop in self.drafters:
+            for bad, indices in loop.nonfinite.between(first, step).items():
+                ids = [(bad * self.grad_accum + i) * self._world + loop.rank for i in indices]
+                found.setdefault(bad, []).extend(ids)
+        return sorted(found.items())
 
     def _add_share(self, share: Share) -> None:
         """Makes the row of a step once all processes' shares are there."""
@@ -166,6 +185,10 @@ class Monitor:
         self._works[2:] = []
         self._works.append(work)
         self.tokens = self.tokens_before + work.tokens
+        if "nonfinite_steps" in row:  # every drafter has counted it
+            row["nonfinite_steps"] //= self._world
+        if batches := self._nonfinite_batches(shares):
+            row["nonfinite_batches"] = batches
         row |= {
             "lr": self.lr_at(step - 1),
             "tokens": self.tokens,
@@ -179,6 +202,17 @@ class Monitor:
         start = self._works[1] if len(self._works) == 3 else self._works[0]
         return self.load.summary(self._works[-1] - start)
 
+    def _nonfinite_batches(self, shares: list[Share]) -> list[int]:
+        """The suspects of the skipped steps; of a step without any, all its batches."""
+        suspects: dict[int, set[int]] = {}
+        for share in shares:
+            for step, ids in share.nonfinite:
+                suspects.setdefault(step, set()).update(ids)
+        self._nonfinite |= suspects
+        size = self.grad_accum * self._world
+        every = {step: range(step * size, (step + 1) * size) for step in suspects}
+        return sorted(i for step, ids in suspects.items() for i in ids or every[step])
+
     def _forget_before(self, step: int) -> None:
         """A record lost in a full ring must not keep its step's other records for ever."""
         waiting: dict[int, Any]
@@ -187,15 +221,22 @@ class Monitor:
                 del waiting[old]
 
     def _check_finite(self, step: int, row: dict[str, Any]) -> None:
-        """Steps skipped in a row, to the granularity of what is published."""
-        made, self._last_step = step - self._last_step, step
-        skipped = row.get("nonfinite_steps", 0) // self._world
-        self._nonfinite_in_a_row = self._nonfinite_in_a_row + made if skipped == made else skipped
-        if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
-            raise RuntimeError(
-                f"train.max_nonfinite_steps: found {self._nonfinite_in_a_row} steps without a "
-                f"finite gradient up to step {step}, want fewer than {self.max_nonfinite_steps}"
+        """Says which steps before ``step`` were skipped; enough of them in a row end the run."""
+        made, self._checked_step = range(self._checked_step, step), step
+        skipped = {n: self._nonfinite.pop(n) for n in made if n in self._nonfinite}
+        if skipped and self.logger is not None:
+            self.logger.note(
+                f"skipped without a finite gradient: {_listed('step', list(skipped))} "
+                f"({_listed('batch', row.get('nonfinite_batches', []))})"
             )
+        for number in made:
+            if number not in skipped:
+                self._in_a_row.clear()
+                continue
+            self._in_a_row[number] = skipped[number]
+            if len(self._in_a_row) >= self.max_nonfinite_steps:
+                suspects = set[int]().union(*self._in_a_row.values())
+                raise NonfiniteSteps(self._in_a_row, suspects, self.max_nonfinite_steps)
 
     def _flush(self, everything: bool) -> None:
         """Logs complete rows in ascending order; an evaluation joins the row of its step."""
@@ -211,3 +252,8 @@ class Monitor:
             self._logged_step = step
             if row:
                 self._check_finite(step, row)
+
+
+def _listed(what: str, numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{what} {shown}{', ...' if len(numbers) > 8 else ''}"

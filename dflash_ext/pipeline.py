@@ -280,7 +280,7 @@ class Pipeline:
             queues=self.queues,
             lr_at=self.drafter_loops[0].optimizer.lr_at,
             block_size=self.layout.size,
-            max_nonfinite_steps=self.cfg.train.max_nonfinite_steps,
+            train=self.cfg.train,
             tokens_before=self.tokens_before,
             finished=lambda: (
                 not any(w.thread and w.thread.is_alive() for w in workers)

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 POLL_S = 0.1
 JOIN_S = 8.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EndingSignal = Callable[[int, int | None], int | None]
 
 
@@ -32,6 +33,25 @@ class Stopped(Exception):
 
 class RunFailed(RuntimeError):
     """A worker failed. The message names the thread, what it worked on, and its own error."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGINT before there is anything to save; see ``end_at_signals``."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"signal {signum}")
+        self.signum = signum
+
+
+def end_at_signals() -> None:
+    """Until ``install_signal_handlers``: SIGTERM and SIGINT raise ``Interrupted``, so that files
+    half written are removed on the way out."""
+
+    def handler(signum: int, _frame: FrameType | None) -> None:
+        raise Interrupted(signum)
+
+    for signum in _SIGNALS:
+        signal.signal(signum, handler)
 
 
 @dataclass
@@ -128,7 +148,7 @@ class Supervisor:
             self._signalled = True
             self.signum = signum
 
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in _SIGNALS:
             signal.signal(signum, handler)
 
     def spawn(self, name: str, target: Callable[[Worker], None]) -> Worker:

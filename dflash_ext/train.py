@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from contextlib import nullcontext
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 import dflash_ext
+from dflash_ext import nonfinite
 from dflash_ext.acceptance import accept_len, prompt_lookup_lengths, text_end
 from dflash_ext.checkpoint import SaveError
 from dflash_ext.config import Config, Flags, parse_config, run_command, save_config
@@ -24,10 +26,11 @@ from dflash_ext.export import check_replaceable, write_export
 from dflash_ext.logger import RunLogger, print_summary, read_metrics, write_summary
 from dflash_ext.machines import Machines, join_machines
 from dflash_ext.monitor import Monitor
+from dflash_ext.out_of_memory import advice, is_out_of_memory
 from dflash_ext.pipeline import Pipeline
 from dflash_ext.plan import Plan
 from dflash_ext.run_folder import claim
-from dflash_ext.supervisor import RunFailed
+from dflash_ext.supervisor import Interrupted, RunFailed, end_at_signals
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,14 +46,27 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join([*plan.lines(), "nothing was loaded, nothing was trained"]))
         plan.check_memory()
         return 0
+    end_at_signals()
     try:
         with (
             join_machines(cfg.train.stall_timeout_s) as machines,
             claim(run_dir, flags.resume) if _writes(machines, flags) else nullcontext(),
         ):
             return _run(cfg, flags, machines, start)
-    except (RunFailed, SaveError) as error:
-        print(f"error: {error}", file=sys.stderr)  # a worker has printed its traceback
+    except Interrupted as error:
+        print("stopped by signal before the first step; nothing was saved")
+        return 128 + error.signum
+    except (RuntimeError, MemoryError, OSError) as error:
+        cause: BaseException = error
+        while isinstance(cause, RunFailed) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        memory = advice(cause, cfg) if is_out_of_memory(cause) else ""
+        if not isinstance(error, RunFailed | SaveError):  # else a worker has printed its traceback
+            if not memory:
+                raise
+            traceback.print_exc()
+        first_line = str(error).partition("\n")[0] or type(error).__name__
+        print("error:", "; ".join(filter(None, (first_line, memory))), file=sys.stderr)
         return 1
 
 
@@ -75,7 +91,9 @@ def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
     try:
         monitor = pipeline.run(logger)
     except RunFailed as error:
-        raise RunFailed(machines.explain(error)) from error
+        raise RunFailed(
+            machines.explain(error) + nonfinite.explain(error.__cause__, pipeline)
+        ) from error
     finally:
         if logger is not None:
             logger.close()

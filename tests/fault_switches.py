@@ -12,6 +12,7 @@ import gzip
 import importlib
 import json
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -109,11 +110,47 @@ mechanism(
     replaced("dflash_ext.supervisor:Supervisor.fail", lambda self, place, error: self.stop.set()),
     "test_supervisor.py::test_first_error_is_reported_with_its_place_and_ends_the_others",
     "test_train.py::test_a_fault_ends_the_run_with_its_own_error",
+    "test_faults.py::test_a_worker_that_raises_at_any_moment_ends_the_run[target in training]",
+    "test_faults.py::test_a_worker_that_raises_at_any_moment_ends_the_run[drafter in evaluation]",
+)
+mechanism(
+    "errors of the writer surface",
+    wrapped(
+        "dflash_ext.checkpoint:CheckpointManager._join",
+        lambda join: lambda self: contextlib.suppress(ZeroDivisionError)(join)(self),
+    ),
+    "test_faults.py::test_a_worker_that_raises_at_any_moment_ends_the_run[writer, noticed later]",
+    "test_faults.py::test_a_worker_that_raises_at_any_moment_ends_the_run"
+    "[writer, noticed at the end]",
 )
 mechanism(
     "watchdog",
     replaced("dflash_ext.supervisor:Supervisor._stalled", nothing),
     "test_supervisor.py::test_watchdog_names_what_every_worker_did",
+    "test_faults.py::test_a_target_that_stalls_ends_the_run",
+)
+
+
+def _deaf(*args: object) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+
+
+mechanism(
+    "signals set a flag",
+    replaced("dflash_ext.supervisor:Supervisor.install_signal_handlers", _deaf),
+    "test_faults.py::test_a_signal_at_an_odd_moment_is_a_saved_stop",
+)
+mechanism(
+    "signals end the loading",
+    replaced("dflash_ext.train:end_at_signals", _deaf),
+    "test_faults.py::test_a_signal_while_loading_ends_the_command",
+)
+mechanism(
+    "out of memory is explained",
+    replaced("dflash_ext.train:is_out_of_memory", lambda error: False),
+    "test_faults.py::test_out_of_memory_names_the_plan_and_the_field_to_lower",
+    "test_faults.py::test_slots_that_are_too_large_for_this_machine",
 )
 mechanism(
     "drafters agree on the last step",
@@ -147,11 +184,23 @@ mechanism(
     "non-finite steps are skipped",
     wrapped("dflash_ext.optim:adamw", _without_found_inf),
     "test_optim.py::test_nonfinite_step_changes_nothing_but_the_count",
+    "test_faults.py::test_a_step_that_is_not_finite_is_skipped_counted_and_named",
+)
+mechanism(
+    "non-finite steps are noted",
+    replaced("dflash_ext.nonfinite:NonfiniteLog.step", nothing),
+    "test_faults.py::test_a_step_that_is_not_finite_is_skipped_counted_and_named",
+)
+mechanism(
+    "batches of a non-finite step are kept",
+    replaced("dflash_ext.nonfinite:explain", lambda *args: ""),
+    "test_faults.py::test_nonfinite_steps_in_a_row_end_the_run_and_leave_their_batch",
 )
 mechanism(
     "non-finite steps in a row are bounded",
     replaced("dflash_ext.monitor:Monitor._check_finite", nothing),
     "test_train.py::test_steps_without_a_finite_gradient_are_skipped_counted_and_stop_the_run",
+    "test_faults.py::test_nonfinite_steps_in_a_row_end_the_run_and_leave_their_batch",
 )
 
 # -- text --------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.grad_sync import GradSync
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.metrics import MetricStream
+from dflash_ext.nonfinite import NonfiniteLog
 from dflash_ext.ops.metric_add import SCALE
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.supervisor import Supervisor, Worker
@@ -100,6 +101,7 @@ class DrafterTrainLoop:
         if self.world > 1 and not cfg.train.cuda_graph:
             self.overlap = BackwardSync(model, grad_sync, optimizer.params)
         self.graphs: GraphedCalls[tuple[list[LossStats], Tensor | None]] | None = None
+        self.nonfinite = NonfiniteLog(self.device)
         self.marks: deque[Mark] = deque()
         self.evals: deque[tuple[int, list[list[int]]]] = deque()
         self.scores: dict[int, float] = {}
@@ -152,7 +154,7 @@ class DrafterTrainLoop:
             self._sum_gradients()
             with self.clock.measure():
                 norm = self.optimizer.update()
-        self._count_norm(norm)
+        self._count_norm(step, norm)
         self.done_steps = step + 1
 
     def _sum_gradients(self) -> None:
@@ -162,9 +164,10 @@ class DrafterTrainLoop:
             params = self.optimizer.params  # in the order in which gradients lie in memory
             self.grad_sync.all_reduce([p.grad for p in params if p.grad is not None])
 
-    def _count_norm(self, norm: Tensor) -> None:
+    def _count_norm(self, step: int, norm: Tensor) -> None:
         """Skipped steps, and if wanted the norm, leave through the metrics like all the rest."""
         finite = torch.isfinite(norm)
+        self.nonfinite.step(step, finite)
         self.stream.count("nonfinite_steps", (~finite).long())
         if self.cfg.log.grad_norm:
             norm = torch.where(finite, norm, 0.0)
@@ -194,6 +197,7 @@ class DrafterTrainLoop:
             return stats, self.optimizer.update() if update else None
 
         stats, norm = work() if self.graphs is None else self.graphs((first, update), slot, work)
+        self.nonfinite.batch(index, torch.stack([group.loss for group in stats]).sum())
         add_metrics(
             self.stream.acc,
             stats,
@@ -206,6 +210,7 @@ class DrafterTrainLoop:
         """Sends off what was counted since the last row, also when a signal ends the run early."""
         logged = done % self.cfg.log.every == 0 or done == self.steps.stop
         if logged != stopping and done > self.steps.start:
+            self.nonfinite.send()
             busy, now = self.clock.seconds, time.perf_counter()
             self.marks.append(Mark(done, self.tokens, busy, self.paused_s, now))
             self.stream.publish(done)
