@@ -306,7 +306,12 @@ MEMORY = {
         "train.anchor_group (null, that is 12) or train.max_anchors (12)",
     ),
     "optimizer": (f"{HERE}.optim:adamw", CUDA, "the optimizer", "drafter.num_layers (2)"),
-    "evaluation": (f"{HERE}.acceptance:propose", CPU, "the evaluation", "data.token_budget (200)"),
+    "evaluation": (
+        f"{HERE}.drafter.model:DFlashDraftModel.context",
+        CPU,
+        "the evaluation",
+        "data.token_budget (200)",
+    ),
     "plans": (f"{HERE}.data.packing:BatchPlanner.batch", (MemoryError, ""), "the plans", "data."),
 }
 
