@@ -7,8 +7,8 @@ import platform
 import resource
 import sys
 import time
-from contextlib import nullcontext
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 

@@ -119,7 +119,7 @@ MOMENTS = {
     "monitor at the start": ("monitor:Monitor._collect", 1, "monitor (logging)"),
     "monitor in a row": ("logger:RunLogger.progress", 2, "monitor (logging)"),
     "writer, noticed later": ("checkpoint:save_file", 1, "drafter 0 (step "),
-    "writer, noticed at the end": ("checkpoint:save_file", 3, "checkpoint"),
+    "writer, noticed at the end": ("checkpoint:save_file", 3, ""),
 }
 
 
@@ -132,7 +132,7 @@ def test_a_worker_that_raises_at_any_moment_ends_the_run(
     assert run("a", "--checkpoint.every=2", "--checkpoint.async_save=true") == 1
     line = last_line(capsys)
     assert line.startswith(f"error: {said}") and line.endswith(": ZeroDivisionError: injected")
-    assert not (run.folder / "a" / "export").exists()
+    assert (run.folder / "a" / "export").exists() == (not said)  # the weights were there by then
 
 
 def test_a_target_that_stalls_ends_the_run(run: Runs, monkeypatch, capsys) -> None:
@@ -241,7 +241,7 @@ def test_a_signal_while_loading_ends_the_command(signum: int, run: Runs, monkeyp
     assert run("a") == 128 + signum
     said = capsys.readouterr()
     assert "stopped by signal before the first step; nothing was saved" in said.out
-    assert said.err == "" and not (run.folder / "a").exists()
+    assert said.err == "" and [path.name for path in (run.folder / "a").iterdir()] == ["lock"]
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +333,7 @@ def test_slots_that_are_too_large_for_this_machine(run: Runs, capsys) -> None:
     assert run("a", "--data.token_budget=1000000000000") == 1
     fields = "topology.slots_per_drafter (2) or data.token_budget (1000000000000)"
     assert f"; the slots ran out of memory: lower {fields}; planned: cpu " in last_line(capsys)
-    assert not (run.folder / "a").exists()
+    assert [path.name for path in (run.folder / "a").iterdir()] == ["lock"]
 
 
 # -- the switches ------------------------------------------------------------------------------
