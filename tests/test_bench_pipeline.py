@@ -1,0 +1,174 @@
+"""bench_pipeline at toy size: its phases, its figures, its profile and the picture of it."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import bench_pipeline, bench_target, pipeline_figures, trace
+from benchmarks.pipeline_figures import Balance, metrics_cost, rate
+from benchmarks.pipeline_phases import Batch, Phase, Schedule, Timed
+
+PHASE = Phase("any", 4, 8, 1)
+
+
+def batch(end: float, *, busy: float = 1.0, tokens: int = 10, measured: bool = True) -> Timed:
+    found = Batch(0, PHASE, tokens, rows=5, measured=measured, first=0, last=1)
+    return Timed(found, [(end - busy, end)])
+
+
+def test_toy_run_measures_every_phase(tmp_path: Path) -> None:
+    options = bench_pipeline.Options(
+        seconds=0, probes=(2, 8), settle=1, alone=1, trace=tmp_path / "trace.json.gz"
+    )
+    flags = [*bench_pipeline.TOY_FLAGS, "--topology.targets", "[cpu,cpu]"]
+    flags += ["--topology.drafters", "[cpu,cpu]"]
+    report = bench_pipeline.run_bench(flags, options, bench_pipeline.TOY)
+
+    assert report["equal_weights"] is True
+    assert report["waiting_calls"] == {}
+    assert 0 < report["padding"] < 0.5
+    assert report["one target alone"]["tokens_per_s"] > 0
+    assert report["target alone"]["target"]["batches"] >= 2
+    assert "drafter" not in report["target alone"]
+    for name in bench_pipeline.PHASES:
+        found = report[name]
+        assert found["tokens_per_s"] > 0
+        assert found["target"]["batches"] > 0
+        assert found["drafter"]["exposed_sum_share"] > 0  # two drafters sum their gradients
+        assert "target" not in found["drafter_alone"]
+        assert found["memory"]["rss_gib"] > 0.05
+    few, many = (report[name]["anchors"] for name in ("target-bound", "drafter-bound"))
+    assert few <= many
+
+    profile = trace.load(tmp_path / "trace.json.gz")
+    found_lanes = trace.lanes(profile)
+    for lane in ("target 0  target forward", "target 0  pack", "drafter 1  drafter backward"):
+        assert tuple(lane.split("  ")) in found_lanes
+    assert ("drafter 0", "optimizer") in found_lanes
+    trace.draw(profile, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_phases_follow_each_other_and_the_last_goes_on() -> None:
+    first, second = (Phase(name, steps, 8, 1) for name, steps in (("first", 2), ("second", 1)))
+    schedule = Schedule(first)
+    names = [schedule.plan(step).name for step in range(3)]
+    schedule.add(second, first)
+    names += [schedule.plan(step).name for step in range(3, 6)]
+    assert names == ["first"] * 3 + ["second", "first", "first"]
+    assert schedule.of(3) is second
+
+
+def test_rate_starts_behind_the_skipped_batches() -> None:
+    timed = [batch(end) for end in (5.0, 7.0, 9.0, 10.0)]
+    found = rate([timed, timed], skip=2)
+    assert found.tokens_per_s == pytest.approx(2 * 20 / 3)
+    assert found.busy == pytest.approx(2 / 3)
+    assert found.waits == pytest.approx(1 / 3)
+    assert (found.step_s, found.batches) == (pytest.approx(1.5), 4)
+    assert rate([timed], skip=1, skip_last=1).step_s == pytest.approx(2.0)
+    with pytest.raises(RuntimeError, match="want at least 4"):
+        rate([timed], skip=3, skip_last=1)
+
+
+def test_exposed_sum_is_the_gap_inside_a_step() -> None:
+    spans = [(0.0, 2.0), (2.5, 3.0)]
+    timed = [Timed(batch(0).batch, [(a + shift, b + shift) for a, b in spans]) for shift in (0, 4)]
+    assert rate([timed]).exposed_s == pytest.approx(0.5)
+
+
+def test_balance_is_a_line_through_two_phases() -> None:
+    balance = Balance.through((1024, 0.6), (8192, 3.2))
+    assert balance.fixed_s + 1024 * balance.each_s == pytest.approx(0.6)
+    anchors = balance.anchors(4.9, at_least=1, at_most=49152)
+    assert anchors % 64 == 0
+    assert balance.fixed_s + anchors * balance.each_s == pytest.approx(4.9, abs=0.02)
+    assert balance.anchors(0.1, at_least=12, at_most=20) == 12
+    assert balance.anchors(99.0, at_least=12, at_most=20) == 20
+
+
+def test_cost_of_metrics_compares_neighbours() -> None:
+    timed = [batch(i, busy=1.01 if i % 2 else 1.0, measured=bool(i % 2)) for i in range(12)]
+    found = metrics_cost([timed])
+    assert found["extra"] == pytest.approx(0.01)
+    assert found["standard_error"] == pytest.approx(0, abs=1e-9)
+    assert metrics_cost([timed[::2]]) == {}
+
+
+def test_memory_compares_quarters() -> None:
+    def sample(rss: int, reserved: int) -> pipeline_figures.Sample:
+        gib = pipeline_figures.GIB
+        return pipeline_figures.Sample(
+            0.0, "any", rss * gib, {"cuda:0": reserved * gib}, {"cuda:0": 0}
+        )
+
+    found = pipeline_figures.memory([sample(n, 10 + n) for n in range(8)])
+    assert found["rss_gib"] == 7
+    assert found["rss_quarters_gib"] == [0.5, 6.5]
+    assert found["gpus"]["cuda:0"]["reserved_quarters_gib"] == [11, 17]
+
+
+def event(cat: str, name: str, tid: int = 0, **args: int) -> trace.Event:
+    return {"ph": "X", "cat": cat, "name": name, "tid": tid, "ts": 0, "dur": 5, "args": args}
+
+
+def gpu_profile() -> trace.Profile:
+    events = [
+        event("cuda_runtime", "cudaLaunchKernel", 1, correlation=1),
+        event("kernel", "nvjet_tst", device=0, correlation=1),
+        event("cuda_runtime", "cudaLaunchKernel", 1, correlation=2),
+        event("kernel", "pack_hidden_rows", device=0, correlation=2),
+        event("cuda_runtime", "cudaLaunchKernel", 2, correlation=3),
+        event("kernel", "nvjet_tst", device=1, correlation=3),
+        event("cuda_runtime", "cudaLaunchKernel", 3, correlation=4),
+        event("kernel", "nvjet_tst", device=1, correlation=4),
+        event("cuda_runtime", "cudaLaunchKernel", 2, correlation=5),
+        event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", device=1, correlation=5),
+        event("cuda_runtime", "cudaStreamSynchronize", 9),
+        event("cuda_runtime", "cudaMemcpyAsync", 2, correlation=6),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", device=1, correlation=6),
+        event("cuda_runtime", "cudaEventQuery", 2),
+    ]
+    return trace.Profile({1: "target 0", 2: "drafter 0", 9: "monitor"}, events)
+
+
+def test_kernels_are_sorted_by_the_thread_that_launched_them() -> None:
+    assert list(trace.lanes(gpu_profile())) == [
+        ("GPU 0", "target forward"),
+        ("GPU 0", "pack"),
+        ("GPU 1", "drafter forward"),
+        ("GPU 1", "drafter backward"),
+        ("GPU 1", "all-reduce"),
+        ("GPU 1", "metric copies"),
+    ]
+
+
+def test_waiting_calls_are_counted_by_thread() -> None:
+    assert gpu_profile().waiting_calls() == {
+        "drafter 0": {"Memcpy DtoH (Device -> Pageable)": 1},
+        "monitor": {"cudaStreamSynchronize": 1},
+    }
+
+
+def test_threads_are_known_by_each_of_their_ids() -> None:
+    names = trace.thread_names()
+    ident = threading.get_ident() & 0xFFFFFFFF
+    assert names[threading.get_native_id()] == "MainThread"
+    assert names[ident] == names[ident - (ident >> 31 << 32)] == "MainThread"
+
+
+def test_spans_that_nearly_touch_are_one() -> None:
+    assert trace.joined([(0, 1), (1.1, 2), (1.5, 1.8), (3, 4)], 0.2) == [(0, 2), (3, 4)]
+
+
+def test_weights_of_the_random_target_keep_hidden_states_finite(tmp_path: Path) -> None:
+    from benchmarks.random_target import check_finite, random_target, write_target
+
+    hybrid = {"model_type": "qwen3_5_text", **bench_target.SIZES["cpu"].config}
+    config = write_target(tmp_path, hybrid)
+    target = random_target(config, torch.device("cpu"), torch.float32, fast_gdn=False)
+    target.layers[3].mlp.down_proj.weight.data.fill_(torch.inf)
+    with pytest.raises(RuntimeError, match="not finite"):
+        check_finite(target)
