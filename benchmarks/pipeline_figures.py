@@ -64,10 +64,10 @@ def rate(workers: Iterable[Sequence[Timed]], *, skip: int = 1, skip_last: int = 
     )
 
 
-def own_speed(timed: Sequence[Timed]) -> float:
-    """Tokens a second of one worker while it is at work, without its waits and its first batch."""
-    rest = timed[1:]
-    return sum(t.batch.tokens for t in rest) / sum(t.busy for t in rest)
+def own_speed(timed: Sequence[Timed]) -> float | None:
+    """Tokens a second of one worker while it is at work; None if it got no batch."""
+    busy = sum(t.busy for t in timed)
+    return sum(t.batch.tokens for t in timed) / busy if timed else None
 
 
 def padding(workers: Iterable[Sequence[Timed]]) -> float:
