@@ -91,6 +91,7 @@ class Options:
     settle: int = 2
     alone: int = 4
     trace: Path | None = None
+    json: Path | None = None
 
 
 class RandomPipeline(Pipeline):
@@ -107,7 +108,8 @@ class Bench:
 
     def __init__(self, cfg: Config, options: Options) -> None:
         self.cfg, self.options = cfg, options
-        self.report: dict[str, Any] = {}
+        self.report: dict[str, Any] = {"conditions": conditions(cfg)}
+        print(json.dumps(self.report), flush=True)
         self.samples: list[Sample] = []
         self.targets = len(cfg.topology.targets)
         self.warm = Phase("warm-up", 2, max(options.probes), self.targets)
@@ -145,8 +147,13 @@ class Bench:
     def _phases(self, worker: Worker) -> None:
         worker.at("phases")
         try:
-            for name, anchors in self._stages_alone().items():
-                phase = self._pipeline_phase(name, anchors)
+            chosen = self._stages_alone()
+            pairs = {name: self._planned(name, anchors) for name, anchors in chosen.items()}
+            # All at once: batches are planned so far ahead that a phase added late comes late.
+            self.schedule.add(*(phase for pair in pairs.values() for phase in pair))
+            for alone, phase in pairs.values():
+                self._wait(phase, phase.steps)
+                self._report_phase(alone, phase)
             with trace.profiling(self.options.trace) as profile:  # the last phase goes on
                 self._wait(phase, self.recorder.finished(phase) + PROFILED_STEPS)
             self._note("waiting_calls", profile.waiting_calls())
@@ -174,7 +181,7 @@ class Bench:
             one = own_speed(self.recorder.timed("target", single)[0])
             self._note("one target alone", {"tokens_per_s": one})
         rates = {p: rate(self.recorder.timed("drafter", p)) for p in (probe_small, probe_large)}
-        balance = Balance.through(*((p.anchors, r.step_s) for p, r in rates.items()))
+        self.balance = balance = Balance.through(*((p.anchors, r.step_s) for p, r in rates.items()))
         self._note("drafter_fixed_s", balance.fixed_s)
         self._note("drafter_s_an_anchor", balance.each_s)
         limits = {"at_least": min(self.options.probes) // 2, "at_most": self.cfg.data.token_budget}
@@ -189,19 +196,18 @@ class Bench:
         """Batches of one optimizer step that one target makes."""
         return self.pipeline.planner.batches_per_step / self.targets
 
-    def _pipeline_phase(self, name: str, anchors: int) -> Phase:
+    def _planned(self, name: str, anchors: int) -> tuple[Phase, Phase]:
         """The drafters alone, then everything, with so many anchors."""
-        options, settle = self.options, self.options.settle
+        options, topology = self.options, self.cfg.topology
         alone = Phase(f"drafter alone, {name}", 1 + options.alone, anchors, 0)
-        self.schedule.add(alone)
-        self._wait(alone, 2)
-        seconds = rate(self.recorder.timed("drafter", alone), skip=1).step_s
-        shared = set(self.cfg.topology.targets) & set(self.cfg.topology.drafters)
+        seconds = self.balance.seconds(anchors)
+        shared = set(topology.targets) & set(topology.drafters)
         step_s = seconds + self.target_s if shared else max(seconds, self.target_s)
-        steps = max(2, round(options.seconds / step_s)) + 2 * settle
-        phase = Phase(name, steps, anchors, self.targets, metrics_every=2)
-        self.schedule.add(phase)
-        self._wait(phase, steps)
+        steps = max(2, round(options.seconds / step_s)) + 2 * options.settle
+        return alone, Phase(name, steps, anchors, self.targets, metrics_every=2)
+
+    def _report_phase(self, alone: Phase, phase: Phase) -> None:
+        settle = self.options.settle
         alone_rates = stage_rows(self.recorder, alone, skip=1)
         found = stage_rows(self.recorder, phase, skip=settle, skip_last=settle)
         target_rate = self.report["target alone"]["target"]["tokens_per_s"]
@@ -210,7 +216,7 @@ class Bench:
         slower = min(target_rate, drafter_rate)
         bound = 1 / (1 / target_rate + 1 / drafter_rate)
         self._note(
-            name,
+            phase.name,
             {
                 **found,
                 "drafter_alone": alone_rates["drafter"],
@@ -219,10 +225,9 @@ class Bench:
                 "of_slower_stage": whole / slower,
                 "of_harmonic_bound": whole / bound,
                 "metrics": metrics_cost(self.recorder.timed("drafter", phase)),
-                "memory": memory([s for s in self.samples if s.phase == name]),
+                "memory": memory([s for s in self.samples if s.phase == phase.name]),
             },
         )
-        return phase
 
     def _wait(self, phase: Phase, steps: int) -> None:
         """Until every drafter has done so many steps of a phase; samples memory meanwhile."""
@@ -239,6 +244,8 @@ class Bench:
     def _note(self, name: str, value: object) -> None:
         self.report[name] = value
         print(f"{name}: {json.dumps(value)}", flush=True)
+        if self.options.json is not None:  # at once: a run may be cut short
+            self.options.json.write_text(json.dumps(self.report, indent=2) + "\n")
 
 
 def configure(folder: Path, flags: Sequence[str], sizes: dict[str, Any] | None = None) -> Config:
@@ -270,17 +277,21 @@ def configure(folder: Path, flags: Sequence[str], sizes: dict[str, Any] | None =
     return cfg
 
 
+def conditions(cfg: Config) -> dict[str, Any]:
+    return {
+        **facts(torch.device(cfg.topology.targets[0])),
+        "targets": cfg.topology.targets,
+        "drafters": cfg.topology.drafters,
+        "token_budget": cfg.data.token_budget,
+    }
+
+
 def run_bench(
     flags: Sequence[str], options: Options, sizes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Conditions and figures of one run. Raises UserError, RunFailed."""
     with tempfile.TemporaryDirectory() as folder:
-        cfg = configure(Path(folder), flags, sizes)
-        first = torch.device(cfg.topology.targets[0])
-        layout = {"targets": cfg.topology.targets, "drafters": cfg.topology.drafters}
-        conditions = {**facts(first), **layout, "token_budget": cfg.data.token_budget}
-        print(json.dumps(conditions), flush=True)
-        return {"conditions": conditions, **Bench(cfg, options).run()}
+        return Bench(configure(Path(folder), flags, sizes), options).run()
 
 
 def measure(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -327,10 +338,9 @@ def main() -> int:
         arguments.settle,
         arguments.alone,
         arguments.trace,
+        arguments.json,
     )
-    report = run_bench(flags, options)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    run_bench(flags, options)
     return 0
 
 

@@ -89,6 +89,9 @@ class Balance:
         each = max((large[1] - small[1]) / (large[0] - small[0]), 1e-12)
         return cls(small[1] - each * small[0], each)
 
+    def seconds(self, anchors: int) -> float:
+        return self.fixed_s + anchors * self.each_s
+
     def anchors(self, seconds: float, *, at_least: int, at_most: int) -> int:
         """Anchors with which a step takes so long, within limits."""
         wanted = int((seconds - self.fixed_s) / self.each_s)

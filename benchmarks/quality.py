@@ -143,13 +143,21 @@ def training_flags(settings: Settings, name: str) -> list[str]:
     return ["--config", str(RECIPE), *pairs, *settings.flags]
 
 
+def trained(settings: Settings, name: str) -> bool:
+    """Whether a run has come to its last evaluation."""
+    rows = settings.run_dir(name) / "metrics.jsonl"
+    last = read_metrics(rows)[-1:] if rows.exists() else []
+    done = bool(last) and last[0]["step"] == settings.steps and "eval_accept_len" in last[0]
+    return done and settings.export(name).exists()
+
+
 def train(settings: Settings) -> None:
     commands: dict[str, list[object]] = {}
-    if not settings.export(OURS).exists():
+    if not trained(settings, OURS):
         commands["train_ours"] = ["dflash_ext.train", *training_flags(settings, OURS)]
         if (settings.run_dir(OURS) / "config.yaml").exists():
             commands["train_ours"].append("--resume")
-    if settings.peers and not settings.export(PEER).exists():
+    if settings.peers and not trained(settings, PEER):
         words = ["benchmarks.quality_specforge", "--peers", settings.peers]
         commands["train_specforge"] = [*words, *training_flags(settings, PEER)]
     together(settings, **commands)

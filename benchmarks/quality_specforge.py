@@ -33,7 +33,7 @@ class PeerRun:
     """SpecForge's OnlineDFlashModel beside a pipeline of ours that is built but never run."""
 
     def __init__(self, cfg: Config, run_dir: Path) -> None:
-        run_dir.mkdir(parents=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
         self.cfg, self.run_dir = cfg, run_dir
         self.pipeline = Pipeline(cfg, run_dir)
         loop = self.pipeline.drafter_loops[0]
@@ -90,6 +90,7 @@ class PeerRun:
                 rows.append(step, {"eval_accept_len": score})
                 seconds = time.perf_counter() - begin
                 print(f"step {step}: acceptance length {score:.3f}, {seconds:.0f} s", flush=True)
+                write_export(self.ours, self.run_dir / "export")  # also of a run that is cut short
             if step == pipeline.total_steps:
                 break
             losses.append(self.train_step(step))
@@ -98,8 +99,6 @@ class PeerRun:
                 rows.append(step + 1, {"loss": mean, "lr": self.optimizer.rate})
                 losses.clear()
         rows.close()
-        self.ours.load_state_dict(self.drafter.state_dict())
-        write_export(self.ours, self.run_dir / "export")
 
     def train_step(self, step: int) -> Tensor:
         """One optimizer step; the mean loss of its batches, on the device."""
@@ -137,7 +136,7 @@ class PeerRun:
         return torch.from_numpy(mask).to(self.device)
 
     def evaluate(self) -> float:
-        """Acceptance length on the held-out text, by our walk with their weights."""
+        """Acceptance length on the held-out text, by our walk with their weights in our model."""
         self.ours.load_state_dict(self.drafter.state_dict())
         stops = self.ours.spec.eos_token_ids
         lengths = []

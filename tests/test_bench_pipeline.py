@@ -81,10 +81,10 @@ def test_exposed_sum_is_the_gap_inside_a_step() -> None:
 
 def test_balance_is_a_line_through_two_phases() -> None:
     balance = Balance.through((1024, 0.6), (8192, 3.2))
-    assert balance.fixed_s + 1024 * balance.each_s == pytest.approx(0.6)
+    assert balance.seconds(1024) == pytest.approx(0.6)
     anchors = balance.anchors(4.9, at_least=1, at_most=49152)
     assert anchors % 64 == 0
-    assert balance.fixed_s + anchors * balance.each_s == pytest.approx(4.9, abs=0.02)
+    assert balance.seconds(anchors) == pytest.approx(4.9, abs=0.02)
     assert balance.anchors(0.1, at_least=12, at_most=20) == 12
     assert balance.anchors(99.0, at_least=12, at_most=20) == 20
 

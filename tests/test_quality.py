@@ -213,3 +213,16 @@ log: {{dir: {tmp_path}, name: peer, every: 1}}
     assert {"eval_accept_len", "loss"} <= set(rows[2])
     trained = DFlashDraftModel.from_pretrained(tmp_path / "peer" / "export")
     assert trained.spec == run.ours.spec
+
+
+def test_a_training_that_was_cut_short_is_not_done(tmp_path: Path) -> None:
+    toy = settings(tmp_path, steps=8)
+    (toy.run_dir("ours") / "export").mkdir(parents=True)
+    rows = toy.run_dir("ours") / "metrics.jsonl"
+    assert not quality.trained(toy, "ours")
+    rows.write_text('{"step": 4, "eval_accept_len": 1.5}\n{"step": 8, "loss": 2.0}\n')
+    assert not quality.trained(toy, "ours")
+    rows.write_text('{"step": 8, "loss": 2.0, "eval_accept_len": 1.5}\n')
+    assert quality.trained(toy, "ours")
+    (toy.run_dir("ours") / "export").rmdir()
+    assert not quality.trained(toy, "ours")
