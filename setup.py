@@ -1,10 +1,13 @@
 """Builds dflash_ext._C: the CPU kernels always, CUDA kernels where torch and a toolkit have CUDA.
 
 DFLASH_CUDA=0|1 overrides that choice, CUDA_HOME names the toolkit and TORCH_CUDA_ARCH_LIST the
-architectures. Whether a GPU is visible never decides what is built.
+architectures. Whether a GPU is visible never decides what is built. What was built from the same
+sources, with the same torch and flags, is not built again.
 """
 
+import hashlib
 import importlib.util
+import json
 import os
 import sys
 import sysconfig
@@ -13,6 +16,8 @@ from pathlib import Path
 from setuptools import setup
 
 TORCH_REQUIREMENT = "torch>=2.11"
+STAMP = Path("build/extension.json")
+COMPILER_VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 
 def find_torch() -> bool:
@@ -46,6 +51,13 @@ def use_cuda(cuda_version: str | None, home: str | None) -> bool:
             f"found torch.version.cuda={cuda_version}, CUDA_HOME={home}"
         )
     return found and wanted != "0"
+
+
+def sha256(*paths: Path) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def extension() -> dict[str, object]:
@@ -86,7 +98,33 @@ def extension() -> dict[str, object]:
         define_macros=list(facts.items()),
         extra_compile_args=flags,
     )
-    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension}}
+    # pip builds each time in a new folder with a new path to torch: ninja would start from nothing.
+    inputs = {
+        "sources": sha256(Path("setup.py"), *(p for p in sorted(Path("csrc").rglob("*.*")))),
+        "facts": facts,
+        "python": sysconfig.get_config_var("SOABI"),
+        "cuda_home": home,
+        "env": {name: os.environ.get(name) for name in COMPILER_VARIABLES},
+    }
+
+    class BuildOnce(BuildExtension):
+        def run(self) -> None:
+            in_place = self.inplace or self.editable_mode  # a wheel takes it from elsewhere
+            built = Path("dflash_ext", f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")
+
+            def stamp() -> str:
+                return json.dumps({"inputs": inputs, "built": sha256(built)}, indent=1)
+
+            found = in_place and built.exists() and STAMP.exists()
+            if found and STAMP.read_text() == stamp():
+                print(f"dflash_ext: {built} is up to date", file=sys.stderr)
+                return
+            super().run()
+            if in_place:
+                STAMP.parent.mkdir(exist_ok=True)
+                STAMP.write_text(stamp())
+
+    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildOnce}}
 
 
 if find_torch():
