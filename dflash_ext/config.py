@@ -157,7 +157,7 @@ class TopologyConfig:
 
     targets: list[str] = _doc(
         ["cuda:0"],
-        "devices of the target: cpu, cuda:0 or 0; repeats allowed",
+        "devices of the target: cpu, cuda:0 or 0; repeats allowed; 0+1 = one spread over both",
         required="at least one device",
     )
     drafters: list[str] = _doc(

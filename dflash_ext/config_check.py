@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_ext import _C
-from dflash_ext.config_values import UserError, shown, split_weight
+from dflash_ext.config_values import UserError, devices_of, shown, split_weight
 
 if TYPE_CHECKING:
     from dflash_ext.config import Config, DrafterConfig, TopologyConfig
@@ -34,6 +34,9 @@ def validate(cfg: Config, *, devices: bool = True) -> None:
     _check_drafter(cfg.drafter)
     if cfg.model.target_layer_ids is not None:
         check_layer_ids(cfg.model.target_layer_ids, None)
+    for device in cfg.topology.drafters:
+        if len(devices_of(device)) > 1:
+            raise UserError(f"topology.drafters: found {device}, want one device for each drafter")
     if devices:
         _check_devices("topology.targets", cfg.topology.targets)
         _check_devices("topology.drafters", cfg.topology.drafters)
@@ -115,6 +118,11 @@ def _check_hidden_states(cfg: Config) -> None:
                 "data.hidden_last are about"
             )
         return
+    if any(len(devices_of(entry)) > 1 for entry in cfg.topology.targets):
+        raise UserError(
+            f"topology.targets: found {cfg.topology.targets} with data.hidden_states, want one "
+            "device for each target"
+        )
     if not data.hidden_layer_ids or len(set(data.hidden_layer_ids)) != len(data.hidden_layer_ids):
         raise UserError(
             f"data.hidden_layer_ids: found {shown(data.hidden_layer_ids)}, want the layers stored "
@@ -175,12 +183,12 @@ def check_layer_ids(ids: Sequence[int], num_layers: int | None) -> None:
 
 
 def _check_devices(key: str, devices: list[str]) -> None:
-    if all(device == "cpu" for device in devices):
+    if all(device == "cpu" for entry in devices for device in devices_of(entry)):
         return
     import torch  # only to count devices
 
     known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    for device in devices:
+    for device in (d for entry in devices for d in devices_of(entry)):
         if device not in known:
             raise UserError(f"{key}: found {device}, want one of {', '.join(known)}")
 
@@ -192,7 +200,7 @@ def check_topology(topology: TopologyConfig) -> None:
         UserError: naming topology.targets or topology.drafters.
     """
     check_same_kind(topology)
-    if topology.targets[0] != "cpu" and not _C.with_cuda:
+    if topology.drafters[0] != "cpu" and not _C.with_cuda:
         raise UserError(
             f"topology.targets: found {topology.targets[0]} and an extension built without CUDA, "
             "want cpu, or a build with nvcc and a CUDA build of torch"
@@ -205,7 +213,8 @@ def check_same_kind(topology: TopologyConfig) -> None:
     Raises:
         UserError: naming topology.drafters.
     """
-    on_cpu = [device == "cpu" for device in [*topology.targets, *topology.drafters]]
+    entries = [*topology.targets, *topology.drafters]
+    on_cpu = [device == "cpu" for entry in entries for device in devices_of(entry)]
     if any(on_cpu) and not all(on_cpu):
         raise UserError(
             f"topology.drafters: found {topology.drafters} with targets {topology.targets}, "

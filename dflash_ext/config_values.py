@@ -139,13 +139,21 @@ def _coerce_list(item: Any, value: object) -> list[object]:
 
 
 def coerce_devices(value: object) -> list[str]:
-    """A list of "cpu" and "cuda:i" from one device or a list; an integer i is "cuda:i"."""
+    """A list of "cpu" and "cuda:i" from one device or a list; an integer i is "cuda:i", and i+j are
+    several that hold one model together."""
     parsed = from_text(value)
-    return [_coerce_device(item) for item in (parsed if isinstance(parsed, list) else [parsed])]
+    items = parsed if isinstance(parsed, list) else [parsed]
+    return ["+".join(map(_coerce_device, str(item).split("+"))) for item in items]
 
 
-def _coerce_device(value: object) -> str:
-    text = f"cuda:{value}" if type(value) is int else str(value)
+def devices_of(entry: str) -> list[str]:
+    """The devices of an entry of topology: ``cuda:0+cuda:1`` names two."""
+    return entry.split("+")
+
+
+def _coerce_device(text: str) -> str:
+    text = text.strip()
+    text = f"cuda:{text}" if text.isdecimal() else text
     text = "cuda:0" if text == "cuda" else text
     kind, _, index = text.partition(":")
     if text == "cpu" or (kind == "cuda" and index.isdecimal()):

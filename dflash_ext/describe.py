@@ -32,6 +32,7 @@ def describe(run: Pipeline) -> list[str]:
         f"target   {cfg.model.target}: {info.num_layers} layers, hidden {info.hidden_size}, "
         f"vocabulary {info.vocab_size}, {cfg.model.dtype}; captures layers {run.layer_ids}",
         *(f"target   {line}" for line in run.target.kernel_lines),
+        *run.warm_up_lines,
         f"drafter  {spec.num_layers} layers, {params / 1e6:.1f} M parameters, "
         f"block {spec.block_size}, mask token {mask!r} ({spec.mask_token_id}), "
         f"started from {cfg.drafter.init_from}",

@@ -5,27 +5,36 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
 
 @contextmanager
-def worker_stream(device: torch.device) -> Iterator[None]:
-    """Makes `device` current in this thread, with a stream of its own; nothing on a CPU.
+def worker_stream(*devices: torch.device) -> Iterator[None]:
+    """Gives this thread a stream of its own on each device and makes the first one current; nothing
+    on a CPU.
 
     Current device and stream belong to a thread: a new one starts on device 0, default stream. At
     the end, unless by an error, the stream has done all its work. Nobody waits for a whole device:
     that would break a capture on it, and could wait for a stream that waits for this thread.
     """
-    if device.type == "cpu":
+    if devices[0].type == "cpu":
         yield
         return
-    torch.cuda.set_device(device)
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
+    torch.cuda.set_device(devices[0])
+    streams = [torch.cuda.Stream(device) for device in devices]
+    with ExitStack() as stack:
+        for stream in reversed(streams):
+            stack.enter_context(torch.cuda.stream(stream))
         yield
-    stream.synchronize()
+    for stream in streams:
+        stream.synchronize()
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes `device` current for a while; nothing on a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class BusyClock:

@@ -17,6 +17,7 @@ from dflash_ext.balance import LoadMeter
 from dflash_ext.checkpoint import CheckpointManager
 from dflash_ext.config import Config, UserError, to_dict
 from dflash_ext.config_check import check_topology
+from dflash_ext.config_values import devices_of
 from dflash_ext.data.check import describe_data
 from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load_examples
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
@@ -36,12 +37,12 @@ from dflash_ext.machines import Machines
 from dflash_ext.metrics import MetricStream
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import build_optimizer
-from dflash_ext.plan import layers_and_mask
 from dflash_ext.resume import Resume, load_resume
 from dflash_ext.supervisor import Supervisor, Worker
-from dflash_ext.target import Target, load_target, load_tokenizer, pick_mask_token_id
-from dflash_ext.target_fast import fuse_target
+from dflash_ext.target import Target, load_target, load_tokenizer
+from dflash_ext.target_choices import layers_and_mask, pick_mask_token_id
 from dflash_ext.target_loop import TargetForwardLoop
+from dflash_ext.target_setup import copies, fuse, warm_up
 from dflash_ext.text_check import check_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -102,10 +103,7 @@ class Pipeline:
         text_files([*cfg.data.train, *cfg.data.eval])  # all there? Before the target is loaded
         self.tokenizer = load_tokenizer(cfg.model.target, cfg.model.revision)
         self.target: Target = self.load_target()
-        if self.target.device.type == "cuda":
-            fused = fuse_target(self.target.model, self.target.gdn_kernels)
-            counts = ", ".join(f"{count} {what}" for what, count in fused.items())
-            self.target.kernel_lines.append(f"fused modules: {counts or 'none'}")
+        fuse(self.target)
         info = self.target.info
         self.layer_ids, self.mask_token_id = layers_and_mask(
             cfg, info, self.start, lambda: pick_mask_token_id(info, self.tokenizer)
@@ -132,7 +130,7 @@ class Pipeline:
         return load_target(
             model.target,
             dtype=self.dtype,
-            device=torch.device(self.cfg.topology.targets[0]),
+            device=self.cfg.topology.targets[0],
             revision=model.revision,
             attn_backend=model.attn_backend,
             require_fast_gdn=model.require_fast_gdn,
@@ -166,6 +164,9 @@ class Pipeline:
 
     def _build_stages(self) -> None:
         cfg = self.cfg
+        targets = copies(self.target, cfg.topology.targets)
+        shapes = self.planner.input_shapes(train=self.cache is None)
+        self.warm_up_lines = warm_up(targets, shapes, self.layer_ids, cfg.train.kl_weight > 0)
         self.tickets: queue.Queue[Ticket | None] = queue.Queue(2 * len(cfg.topology.targets) + 1)
         self.queues = [self._hs_queue(device) for device in cfg.topology.drafters]
         self._step_tokens: defaultdict[int, int] = defaultdict(int)
@@ -181,7 +182,8 @@ class Pipeline:
         queues = dict(zip(self.ranks, self.queues, strict=True))
         common = (self.layer_ids, self.tickets, queues, self.supervisor, self.cpu_threads)
         self.target_loops = [
-            TargetForwardLoop(t, *common, self.cache) for t in self._target_replicas()
+            TargetForwardLoop(targets[entry].replica(), *common, self.cache)
+            for entry in cfg.topology.targets
         ]
         heads = self._heads()
         store = self.machines.store or make_store()
@@ -190,12 +192,6 @@ class Pipeline:
             self._drafter_loop(rank, device, model, heads[device], store)
             for rank, device, model in zip(self.ranks, cfg.topology.drafters, models, strict=True)
         ]
-
-    def _target_replicas(self) -> list[Target]:
-        """One for each target thread; those of one device share their parameters."""
-        devices = self.cfg.topology.targets
-        copies = {device: self.target.on_device(device) for device in set(devices)}
-        return [copies[device].replica() for device in devices]
 
     def _heads(self) -> dict[str, FrozenHead]:
         """The target's embedding and head on every drafter's device, once each."""
@@ -309,7 +305,8 @@ class Pipeline:
         targets, drafters = self.cfg.topology.targets, self.cfg.topology.drafters
         count = self.machines.count
         # Workers on a CPU have their own threads.
-        both = len(set(targets) & set(drafters)) if self.gpus() else 0
+        both = sum(d in drafters for entry in set(targets) for d in devices_of(entry))
+        both = both if self.gpus() else 0
         return LoadMeter(
             self.cfg,
             self.model.spec,
@@ -322,7 +319,8 @@ class Pipeline:
     def gpus(self) -> list[str]:
         """The GPUs of this run."""
         topology = self.cfg.topology
-        return sorted({d for d in [*topology.targets, *topology.drafters] if d != "cpu"})
+        entries = [*topology.targets, *topology.drafters]
+        return sorted({d for entry in entries for d in devices_of(entry) if d != "cpu"})
 
     def describe_data(self) -> list[str]:
         """What the model will see. Raises UserError for a mask that cannot be meant."""

@@ -9,17 +9,18 @@ models slower than the estimate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from dflash_ext.balance import Balance, drafter_seconds, rate_of
-from dflash_ext.config import Config, UserError, check_layer_ids
+from dflash_ext.config import Config, UserError
 from dflash_ext.config_check import check_same_kind
-from dflash_ext.drafter.init import check_start, start_differences, start_spec
+from dflash_ext.config_values import devices_of
+from dflash_ext.drafter.init import start_differences, start_spec
 from dflash_ext.drafter.model import DFlashDraftModel, drafter_spec
-from dflash_ext.drafter.spec import DrafterSpec
-from dflash_ext.target import FAMILY_MASK_TOKEN_ID, TargetInfo, default_target_layer_ids
+from dflash_ext.placement import split_evenly
+from dflash_ext.target import TargetInfo
+from dflash_ext.target_choices import FAMILY_MASK_TOKEN_ID, layers_and_mask
 from dflash_ext.target_shape import TargetShape, read_target_shape
 
 GIB = 2**30
@@ -28,34 +29,11 @@ CUDA_BYTES = 2 * GIB  # context, libraries' workspaces, and what the allocator c
 SMALL_HIDDEN = 2048  # below it kernels are shorter than their launches
 
 
-def layers_and_mask(
-    cfg: Config, info: TargetInfo, start: DrafterSpec | None, pick_mask: Callable[[], int]
-) -> tuple[list[int], int]:
-    """Captured layers and mask token: as configured, else those of the drafter that the run starts
-    from, else z-lab's choice of layers and what ``pick_mask`` gives.
-
-    Raises:
-        UserError: ids that the target does not have.
-    """
-    ids, mask = cfg.model.target_layer_ids, cfg.drafter.mask_token_id
-    if start is not None:
-        check_start(start, info, ids)
-        ids = ids or list(start.target_layer_ids)
-        mask = start.mask_token_id if mask is None else mask
-    if ids is None:
-        ids = default_target_layer_ids(info.num_layers, cfg.drafter.num_layers)
-    mask = pick_mask() if mask is None else mask
-    check_layer_ids(ids, info.num_layers)
-    if not 0 <= mask < info.vocab_size:
-        raise UserError(
-            f"drafter.mask_token_id: found {mask}, "
-            f"want an id of the target's embedding table, 0 to {info.vocab_size - 1}"
-        )
-    return ids, mask
-
-
 class Plan:
     """The plan of one run.
+
+    Args:
+        starting: the run is about to start: what counts is the memory that its GPUs have free now.
 
     Raises (from the constructor):
         UserError: a target whose config cannot be read, or a setting that does not fit it.
@@ -64,9 +42,9 @@ class Plan:
         memory: device -> part -> bytes.
     """
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: Config, starting: bool = False) -> None:
         check_same_kind(cfg.topology)
-        self.cfg = cfg
+        self.cfg, self.starting = cfg, starting
         self.target: TargetShape = read_target_shape(cfg.model)
         info = self.target.info
         self.start = start_spec(cfg.drafter)
@@ -78,19 +56,23 @@ class Plan:
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
         self.item = ITEM_BYTES[cfg.model.dtype]
         self.rate = rate_of(cfg)
-        devices = dict.fromkeys([*cfg.topology.targets, *cfg.topology.drafters])
+        targets = [d for entry in cfg.topology.targets for d in devices_of(entry)]
+        self.target_devices = list(dict.fromkeys(targets))
+        devices = dict.fromkeys([*targets, *cfg.topology.drafters])
         self.memory = {device: self._memory(device) for device in devices}
 
     # -- memory --------------------------------------------------------------------------------
 
     def _memory(self, device: str) -> dict[str, int]:
         topology = self.cfg.topology
-        targets, drafters = topology.targets.count(device), topology.drafters.count(device)
+        targets = [e for e in topology.targets if device in devices_of(e)]
+        drafters = topology.drafters.count(device)
         info, parts = self.target.info, dict[str, int]()
         if targets:
-            parts["target weights"] = self.target.parameters * self.item
-            parts["target activations"] = targets * self._target_activations()
-        elif drafters:
+            held = sum(self._held(entry, device) for entry in set(targets))
+            parts["target weights"] = held * self.item
+            parts["target activations"] = len(targets) * self._target_activations()
+        if drafters and device not in targets:
             tables = 1 if info.tied else 2
             parts["embedding and head"] = tables * info.vocab_size * info.hidden_size * self.item
         if drafters:
@@ -109,6 +91,15 @@ class Plan:
         if device != "cpu":
             parts["CUDA and libraries"] = CUDA_BYTES
         return parts
+
+    def _held(self, entry: str, device: str) -> int:
+        """Parameters of a target that lie on one of its devices (``placement.place``)."""
+        devices, shape = devices_of(entry), self.target
+        if len(devices) == 1:
+            return shape.parameters
+        sizes = [shape.embedding, *shape.layer_parameters, shape.head]
+        parts = split_evenly(sizes, len(devices))
+        return sum(size for size, p in zip(sizes, parts, strict=True) if devices[p] == device)
 
     def _target_activations(self) -> int:
         """Of one layer at a time: gate, up and their product beside some states of its width."""
@@ -157,15 +148,19 @@ class Plan:
         )
 
     def limit(self, device: str) -> int | None:
-        """Bytes of a GPU: as configured, else as found here, else unknown (as for a CPU)."""
+        """Bytes of a GPU that may be filled, None if unknown (as for a CPU): as configured, else
+        what a GPU here has; for a run that starts at most what it has free."""
         if device == "cpu":
             return None
+        limits, index = [], int(device.removeprefix("cuda:"))
         if self.cfg.topology.gpu_memory_gib is not None:
-            return int(self.cfg.topology.gpu_memory_gib * GIB)
-        index = int(device.removeprefix("cuda:"))
+            limits.append(int(self.cfg.topology.gpu_memory_gib * GIB))
         if index < torch.cuda.device_count():
-            return torch.cuda.get_device_properties(index).total_memory
-        return None
+            if self.starting:
+                limits.append(torch.cuda.mem_get_info(index)[0])
+            elif not limits:
+                limits.append(torch.cuda.get_device_properties(index).total_memory)
+        return min(limits, default=None)
 
     def check_memory(self) -> None:
         """Refuse a run that does not fit.
@@ -200,8 +195,8 @@ class Plan:
 
     def balance(self) -> Balance:
         """Both sides at the known rates."""
-        topology, flops = self.cfg.topology, self.target_flops()
-        on_targets, on_drafters = set(topology.targets), set(topology.drafters)
+        flops = self.target_flops()
+        on_targets, on_drafters = set(self.target_devices), set(self.cfg.topology.drafters)
         batch_s, anchor_s = drafter_seconds(self.cfg, self.spec, self.parameters)
         return Balance(
             targets=len(on_targets),
@@ -235,11 +230,11 @@ class Plan:
             *start,
             f"plan     {steps} of {cfg.train.grad_accum * len(cfg.topology.drafters)} batches, "
             f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each",
-            *self._memory_lines(),
+            *self.memory_lines(),
             *self._speed_lines(),
         ]
 
-    def _memory_lines(self) -> list[str]:
+    def memory_lines(self) -> list[str]:
         """One for each kind of device: GPUs with the same roles need the same."""
         alike: dict[tuple[object, ...], list[str]] = {}
         for device, parts in self.memory.items():

@@ -11,6 +11,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from transformers import (
 )
 
 from dflash_ext.config import UserError
+from dflash_ext.config_values import devices_of
+from dflash_ext.devices import current
 from dflash_ext.fast_gdn import (
     GdnKernels,
     bind_convolution,
@@ -33,23 +36,19 @@ from dflash_ext.fast_gdn import (
     profile_kernels,
     prove_gdn_kernels,
 )
+from dflash_ext.placement import copy_to, device_map, follow_devices
 from dflash_ext.target_source import quiet_hub, quiet_transformers, resolve_target
 
 __all__ = [
     "Target",
     "TargetInfo",
     "bind_gdn",
-    "default_target_layer_ids",
     "load_target",
     "load_tokenizer",
-    "pick_mask_token_id",
     "resolve_target",
     "target_info",
 ]
 
-# Embedding rows that published drafters of a family use as their mask token, by the first prefix
-# of the model type that fits.
-FAMILY_MASK_TOKEN_ID = {"qwen3_5": 248070, "qwen3": 151669, "minimax": 200054}
 # Families whose embeddings are scaled by sqrt(hidden_size) without saying so in the config.
 SQRT_SCALED = ("gemma", "recurrent_gemma", "vaultgemma")
 
@@ -169,13 +168,14 @@ def load_target(
 ) -> Target:
     """Load a frozen target in `dtype` onto `device`, from safetensors and built-in code only.
 
-    `dtype` is a torch dtype or its name. `require_fast_gdn`: refuse a target with gated-delta-net
+    `dtype` is a torch dtype or its name; a `device` like "cuda:0+cuda:1" spreads the target over
+    several (`placement`). `require_fast_gdn`: refuse a target with gated-delta-net
     layers unless fast kernels are installed and run (None: on CUDA devices only).
     Call from one thread at a time (transformers changes the default dtype while it loads).
     Raises UserError for anything that is not a plain causal LM with a linear head.
     """
     source = resolve_target(name, revision)
-    device = torch.device(device)
+    devices = devices_of(str(device))
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     try:
         with quiet_hub():
@@ -183,7 +183,7 @@ def load_target(
     except Exception as error:
         raise _load_error(name, "config", error) from error
     info = target_info(config)
-    required = require_fast_gdn or (require_fast_gdn is None and device.type == "cuda")
+    required = require_fast_gdn or (require_fast_gdn is None and devices[0] != "cpu")
     # Before the weights: what is missing should not take minutes to tell.
     gdn_kernels = find_gdn_kernels() if required and _has_gdn(config) else None
     try:
@@ -193,7 +193,7 @@ def load_target(
                 revision=revision,
                 dtype=dtype,
                 attn_implementation=attn_backend,
-                device_map=None if device.type == "cpu" else {"": device},
+                device_map=device_map(config, devices),
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -207,6 +207,8 @@ def load_target(
         )
     generation = getattr(model, "generation_config", None)
     stops = dict.fromkeys(info.eos_token_ids + _ids(getattr(generation, "eos_token_id", None)))
+    if len(devices) > 1:
+        follow_devices(model)
     target = Target(model, dataclasses.replace(info, eos_token_ids=tuple(stops)))
     if gdn_kernels is not None:
         bind_gdn(target, gdn_kernels)
@@ -261,7 +263,7 @@ class Target:
     def __init__(self, model: PreTrainedModel, info: TargetInfo) -> None:
         self.model = model.eval().requires_grad_(False)
         self.decoder: nn.Module = model.get_decoder()
-        layers = getattr(self.decoder, "layers", None)
+        layers: Any = getattr(self.decoder, "layers", None)
         if not isinstance(layers, nn.ModuleList) or len(layers) != info.num_layers:
             raise UserError(f"model.target: {info.model_type}: found no list of decoder layers")
         head = model.get_output_embeddings()
@@ -278,6 +280,8 @@ class Target:
         if tied:
             self.head_weight = self.embed_weight
         self.info = dataclasses.replace(info, tied=tied, vocab_size=self.head_weight.shape[0])
+        places = [p.device for layer in layers for p in [next(layer.parameters())]]
+        self.devices = list(dict.fromkeys([self.device, *places, self.head_weight.device]))
 
     @property
     def device(self) -> torch.device:
@@ -292,11 +296,9 @@ class Target:
         shared = {id(p): p for p in self.model.parameters()}
         return Target(copy.deepcopy(self.model, shared), self.info)
 
-    def on_device(self, device: torch.device | str) -> Target:
-        """This target if it is there, else one with parameters of its own."""
-        if torch.device(device) == self.device:
-            return self
-        return Target(copy.deepcopy(self.model).to(device), self.info)
+    def copy_to(self, entry: str) -> Target:
+        """A target with parameters of its own on the device, or devices, of a topology's entry."""
+        return Target(copy_to(self.model, entry), self.info)
 
     @torch.no_grad()
     def forward_capture(
@@ -328,7 +330,8 @@ class Target:
 
         handles = [self.layers[i].register_forward_hook(hook(i)) for i in wanted if i != final]
         try:
-            last = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+            with current(self.device):  # of a spread target the hooks change it
+                last = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         except _Stop:
             return None
         finally:
@@ -344,7 +347,9 @@ class Target:
         ids = torch.arange(8, device=self.device)[None] % self.info.vocab_size
         hidden = self.forward_capture(ids, [], lambda index, value: None, need_last=True)
         assert hidden is not None
-        want = self.model(input_ids=ids, use_cache=False).logits.float()
+        with current(self.device):
+            want = self.model(input_ids=ids, use_cache=False).logits.float()
+        hidden = hidden.to(self.head_weight.device)
         logits = nn.functional.linear(hidden, self.head_weight).float() * self.info.logit_scale
         if self.info.softcap is not None:
             logits = self.info.softcap * torch.tanh(logits / self.info.softcap)
@@ -356,42 +361,3 @@ class Target:
                 f"model.target: {self.info.model_type}: found an unknown logit transform (logits "
                 f"differ by {error:.1e}), want softcap(logit_scale * head @ hidden)"
             )
-
-
-def default_target_layer_ids(num_layers: int, n: int) -> list[int]:
-    """z-lab's choice of `n` captured layers of a target of `num_layers` (build_target_layer_ids).
-
-    Raises UserError if the target is too shallow for n distinct layers.
-    """
-    if n == 1:
-        return [num_layers // 2]
-    span = num_layers - 4
-    ids = [round(1 + i * span / (n - 1)) for i in range(n)]
-    if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
-        raise UserError(
-            f"model.target_layer_ids: the default for {n} drafter layers and a target of "
-            f"{num_layers} layers is {ids}, want ascending ids: set them"
-        )
-    return ids
-
-
-def pick_mask_token_id(
-    info: TargetInfo, tokenizer: PreTrainedTokenizerBase, template: str | None = None
-) -> int:
-    """The mask token of a drafter whose config names none.
-
-    The id known for the model family, else the first special token that is neither bos, eos, pad,
-    unk nor used by the chat template (`template`, default: the tokenizer's own). Raises UserError
-    if there is none.
-    """
-    for family, known in FAMILY_MASK_TOKEN_ID.items():
-        if info.model_type.startswith(family) and known < info.vocab_size:
-            return known
-    text = template if template is not None else str(tokenizer.chat_template or "")
-    taken = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    taken |= {tokenizer.unk_token_id, info.bos_token_id, info.pad_token_id, *info.eos_token_ids}
-    for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
-        free = token_id not in taken and token.content not in text
-        if token.special and free and token_id < info.vocab_size:
-            return token_id
-    raise UserError("drafter.mask_token_id: the tokenizer has no unused special token, want an id")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_ext import ops
 from dflash_ext.data.packing import Ticket
-from dflash_ext.devices import BusyClock, worker_stream
+from dflash_ext.devices import BusyClock, current, worker_stream
 from dflash_ext.hidden_cache import HiddenCache
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.supervisor import Supervisor, Worker
@@ -26,7 +26,9 @@ class TargetForwardLoop:
     """Pulls tickets, runs the target up to its last needed layer, packs each layer as it comes.
 
     Args:
-        target: this thread's own replica.
+        target: this thread's own replica. Of one spread over GPUs each works on its stream, so two
+            batches can be under way at a time; ``busy_s`` is the first GPU's, which a slower one
+            behind it holds up.
         tickets: shared by all targets; None in it ends the loop (and is put back for the others).
         queues: of this process's drafters, by their rank.
         cache: where training batches come from instead of a forward pass, if not None.
@@ -65,7 +67,7 @@ class TargetForwardLoop:
     @torch.no_grad()
     def run(self, worker: Worker) -> None:
         torch.set_num_threads(self.cpu_threads)
-        with worker_stream(self.target.device):
+        with worker_stream(*self.target.devices):
             self._run(worker)
 
     def _run(self, worker: Worker) -> None:
@@ -103,21 +105,31 @@ class TargetForwardLoop:
                 time.sleep(POLL_S)
 
     def _fill(self, slot: Slot, ticket: Ticket) -> None:
+        end = self.target.device
         if self.cache is not None and ticket.kind == "train":
-            self.cache.fill(slot, ticket.plan, self.target.device)
+            self.cache.fill(slot, ticket.plan, end)
         else:
-            self._forward(slot, ticket)
-        slot.set_ready()
-        if self.target.device.type == "cuda":
-            self._in_flight.append(torch.cuda.current_stream().record_event())
+            end = self._forward(slot, ticket)
+        with current(end):
+            slot.set_ready()
+            if end.type == "cuda":
+                self._in_flight.append(torch.cuda.current_stream().record_event())
 
-    def _forward(self, slot: Slot, ticket: Ticket) -> None:
-        plan, device = ticket.plan, self.target.device
-        n_rows = torch.full((), plan.n_tokens, device=device)
-        src_index = plan.src_index.to(device, non_blocking=True)
-        input_ids = plan.input_ids.to(device, non_blocking=True)
+    def _forward(self, slot: Slot, ticket: Ticket) -> torch.device:
+        """Returns the device of the last layer that was packed, whose work follows all others'."""
+        plan = ticket.plan
+        input_ids = plan.input_ids.to(self.target.device, non_blocking=True)
+        indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+        def index(device: torch.device) -> tuple[Tensor, Tensor]:
+            """Packed rows and their number where a layer is."""
+            if device not in indices:
+                src_index = plan.src_index.to(device, non_blocking=True)
+                indices[device] = src_index, torch.full((), plan.n_tokens, device=device)
+            return indices[device]
 
         def pack(column: int, hidden: Tensor) -> None:
+            src_index, n_rows = index(hidden.device)
             ops.pack_hidden(
                 [hidden],
                 src_index,
@@ -132,6 +144,7 @@ class TargetForwardLoop:
         )
         if slot.last_hidden is not None:
             assert last is not None
+            src_index, n_rows = index(last.device)
             ops.pack_hidden(
                 [last],
                 src_index,
@@ -139,3 +152,4 @@ class TargetForwardLoop:
                 n_rows=n_rows,
                 high_water=slot.high_water[1],
             )
+        return list(indices)[-1]

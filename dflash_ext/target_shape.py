@@ -68,6 +68,8 @@ class TargetShape:
     Attributes:
         source: where they come from, for people.
         parameters: of the whole model, embedding and head included.
+        embedding, head: parameters of either; no head if it is the embedding.
+        layer_parameters: of each decoder layer.
         layer_weights: for each decoder layer the weights that one token is multiplied with.
         attention_width: for each decoder layer query heads x head size, 0 for linear attention.
     """
@@ -75,6 +77,9 @@ class TargetShape:
     info: TargetInfo
     source: str
     parameters: int
+    embedding: int
+    head: int
+    layer_parameters: tuple[int, ...]
     layer_weights: tuple[int, ...]
     attention_width: tuple[int, ...]
 
@@ -92,6 +97,7 @@ def read_target_shape(model: ModelConfig) -> TargetShape:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config)
         layers = network.get_decoder().layers
+        embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -105,7 +111,10 @@ def read_target_shape(model: ModelConfig) -> TargetShape:
     return TargetShape(
         info=info,
         source=source,
-        parameters=sum(p.numel() for p in network.parameters()),
+        parameters=_parameters(network),
+        embedding=_parameters(embedding),
+        head=0 if head.weight is embedding.weight else _parameters(head),
+        layer_parameters=tuple(map(_parameters, layers)),
         layer_weights=tuple(_weights_of_a_token(layer, share) for layer in layers),
         attention_width=tuple(0 if t == "linear_attention" else width for t in types),
     )
@@ -128,6 +137,10 @@ def _read_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
             "want a folder with its config.json, or a hub that answers"
         ) from error
     return config, "sizes from its config.json"
+
+
+def _parameters(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def _weights_of_a_token(layer: torch.nn.Module, expert_share: float) -> int:

@@ -115,9 +115,10 @@ def text_fit(target: Target, examples: Corpus) -> TextFit | None:
         if not len(at):
             continue
         batch = torch.from_numpy(ids).to(target.device)[None]
+        head = target.head_weight.device
         hidden = target.forward_capture(batch, [], lambda layer, value: None, need_last=True)
         assert hidden is not None
-        positions = torch.from_numpy(at).to(target.device)
+        hidden, batch, positions = hidden.to(head), batch.to(head), torch.from_numpy(at).to(head)
         _, _, log_sum, rank, logit = ops.lm_head_topk(
             hidden[0, positions - 1],
             target.head_weight,

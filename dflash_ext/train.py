@@ -73,7 +73,9 @@ def main(argv: list[str] | None = None) -> int:
 def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
     run_dir = _run_dir(cfg)
     if not (flags.resume or "cpu" in cfg.topology.drafters):
-        Plan(cfg).check_memory()
+        plan = Plan(cfg, starting=True)
+        print("\n".join(plan.memory_lines()), flush=True)
+        plan.check_memory()
     if _writes(machines, flags):
         check_replaceable(run_dir / "export")
     print(f"loading  {cfg.model.target}", flush=True)

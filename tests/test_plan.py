@@ -105,13 +105,65 @@ def test_a_gpu_too_small_is_refused_with_numbers(capsys: pytest.CaptureFixture[s
     )
 
 
+def with_gpus(monkeypatch: pytest.MonkeyPatch, free_gib: float) -> None:
+    """Eight GPUs of 139 GiB, the fifth (a target's) with `free_gib` left by someone else."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(
+        torch.cuda,
+        "mem_get_info",
+        lambda index: (int((free_gib if index == 4 else 139) * GIB), 139 * GIB),
+    )
+
+
+@pytest.mark.parametrize(("configured", "free_gib"), [(50, 139), (139, 50)])
 def test_a_run_that_cannot_fit_ends_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    configured: float,
+    free_gib: float,
+) -> None:
+    with_gpus(monkeypatch, free_gib)
+    line = ["--config", str(BIG), f"--log.dir={tmp_path}"]
+    line.append(f"--topology.gpu_memory_gib={configured}")
+    assert run_command(lambda: train.main(line)) == 2
+    captured = capsys.readouterr()
+    device = "cuda:0" if configured == 50 else "cuda:4"
+    assert f"topology: {device}: found a need of 58.8 GiB" in captured.err
+    assert "want at most 50.0 GiB" in captured.err
+    wanted = rf"^memory .*{device}.*: target weights 50\.10, .* of 50\.0, free -8\.8$"
+    assert re.search(wanted, captured.out, flags=re.MULTILINE)
+    assert "moments 12.89" in captured.out
+
+
+def test_a_run_that_fits_says_so_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    line = ["--config", str(BIG), f"--log.dir={tmp_path}", "--topology.gpu_memory_gib=50"]
-    assert run_command(lambda: train.main(line)) == 2
-    assert "want at most 50.0 GiB" in capsys.readouterr().err
+    with_gpus(monkeypatch, 139)
+
+    class Started(Exception):
+        pass
+
+    def start(*args: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(train, "Pipeline", start)
+    with pytest.raises(Started):
+        train.main(["--config", str(BIG), f"--log.dir={tmp_path}"])
+    assert len(re.findall(r"free 8\d\.\d$", capsys.readouterr().out, flags=re.MULTILINE)) == 2
+
+
+def test_a_spread_target_takes_a_part_of_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = planned(BIG, capsys, "--topology.targets=[0+1, 2+3, 4]")
+    assert code == 0
+    assert re.search(r"^memory   cuda:0 cuda:1 cuda:2 cuda:3: target weights 25\.0", out, re.M)
+    assert re.search(r"^memory   cuda:4: target weights 50\.10", out, re.M)
+    whole = Plan(load_config(BIG))
+    spread = load_config(BIG)
+    spread.topology.targets = ["cuda:0+cuda:1+cuda:2"]
+    parts = [Plan(spread).memory[f"cuda:{i}"]["target weights"] for i in range(3)]
+    assert sum(parts) == pytest.approx(whole.memory["cuda:0"]["target weights"], rel=1e-5)
+    assert max(parts) < 1.05 * min(parts)
 
 
 @pytest.mark.parametrize("name", KNOWN_CONFIGS)

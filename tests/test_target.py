@@ -24,14 +24,8 @@ from transformers import (
 )
 
 from dflash_ext.config import UserError
-from dflash_ext.target import (
-    Target,
-    default_target_layer_ids,
-    load_target,
-    load_tokenizer,
-    pick_mask_token_id,
-    target_info,
-)
+from dflash_ext.target import Target, load_target, load_tokenizer, target_info
+from dflash_ext.target_choices import default_target_layer_ids, pick_mask_token_id
 
 SIZES = {
     "vocab_size": 96,

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from dflash_ext import train
 from dflash_ext.config import run_command
 from dflash_ext.drafter.loop import DrafterTrainLoop
-from dflash_ext.target import Target
+from dflash_ext.hs_queue import Slot
+from dflash_ext.target import Target, load_target
+from dflash_ext.target_setup import fuse
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
@@ -117,6 +119,38 @@ def test_late_targets_and_poisoned_slots_change_no_bit(
 ) -> None:
     """The events of a slot, not luck, keep its reader and its writer apart."""
     assert run("plain") == 0
+    delay_layers(monkeypatch)
+    assert run("late") == 0
+    assert_same(tmp_path / "plain", tmp_path / "late")
+
+
+@pytest.mark.parametrize("cuda_graph", ["false", "true"])
+def test_late_drafters_and_slots_that_come_back_with_nan_change_no_bit(
+    run: Run, tmp_path: Path, monkeypatch, cuda_graph: str
+) -> None:
+    """A target that did not wait for a slot's reader would have NaN written over its states."""
+    flags = [f"--train.cuda_graph={cuda_graph}", "--train.kl_weight=0.3"]
+    assert run("plain", *flags) == 0
+    wait_ready, set_free = Slot.wait_ready, Slot.set_free
+
+    def late(self: Slot) -> None:
+        wait_ready(self)
+        torch.cuda._sleep(20_000_000)
+
+    def poison(self: Slot) -> None:
+        rows = self.ticket.plan.n_tokens  # what lies behind them has to stay zero
+        self.hidden[:rows].fill_(torch.nan)
+        self.last_hidden[:rows].fill_(torch.nan)
+        set_free(self)
+
+    monkeypatch.setattr(Slot, "wait_ready", late)
+    monkeypatch.setattr(Slot, "set_free", poison)
+    assert run("late", *flags) == 0
+    assert_same(tmp_path / "plain", tmp_path / "late")
+
+
+def delay_layers(monkeypatch) -> None:
+    """Every captured layer is first packed as NaN, then again behind a pause of its GPU."""
     forward = Target.forward_capture
 
     def late(self, input_ids, layer_ids, on_layer, need_last):
@@ -128,8 +162,44 @@ def test_late_targets_and_poisoned_slots_change_no_bit(
         return forward(self, input_ids, layer_ids, delayed, need_last)
 
     monkeypatch.setattr(Target, "forward_capture", late)
-    assert run("late") == 0
-    assert_same(tmp_path / "plain", tmp_path / "late")
+
+
+def test_the_warm_up_is_said_and_gives_its_memory_back(run: Run, capsys) -> None:
+    assert run("a", "--train.steps=2") == 0
+    assert "\nwarm-up  cuda:0: " in capsys.readouterr().out
+
+
+@needs_two
+@pytest.mark.parametrize("drafter", [0, 1])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_target_spread_over_two_gpus(
+    run: Run, tmp_path: Path, monkeypatch, drafter: int, late: bool
+) -> None:
+    flags = ["--train.kl_weight=0.3", f"--topology.drafters=[{drafter}]"]
+    assert run("one", *flags, "--topology.targets=[0]") == 0
+    if late:
+        delay_layers(monkeypatch)
+    assert run("spread", *flags, "--topology.targets=[0+1]") == 0
+    assert run("back", *flags, "--topology.targets=[1+0, 0]") == 0
+    assert_same(tmp_path / "one", tmp_path / "spread")
+    assert_same(tmp_path / "one", tmp_path / "back")
+
+
+@needs_two
+def test_parts_of_a_spread_target_lie_on_both_gpus(tiny_target_dir: Path) -> None:
+    whole = load_target(str(tiny_target_dir), dtype="bfloat16", device="cuda:0")
+    spread = load_target(str(tiny_target_dir), dtype="bfloat16", device="cuda:0+cuda:1")
+    fuse(spread)
+    for target in (spread, whole.copy_to("cuda:1+cuda:0"), spread.copy_to("cuda:1").replica()):
+        places = [next(layer.parameters()).device.index for layer in target.layers]
+        assert set(places) == {device.index for device in target.devices}
+        found: list[torch.Tensor] = []
+        ids = torch.arange(64, device=target.device).view(4, 16)
+        keep = found.append
+        target.forward_capture(ids, [0, 4], lambda _, h, keep=keep: keep(h), need_last=False)
+        assert torch.cuda.current_device() == 0
+        assert [h.device.index for h in found] == [places[0], places[4]]
+        assert all(torch.isfinite(h).all() for h in found)
 
 
 @needs_two

@@ -164,6 +164,15 @@ class BatchPlanner:
         for i, docs in enumerate(fill_batches(order, lengths, self._token_budget)):
             yield self._eval_plan(i, docs)
 
+    def input_shapes(self, train: bool = True) -> set[tuple[int, int]]:
+        """The shapes [B, S] of the target's inputs: of epoch 0 (with `train`) and of evaluation."""
+        lengths = self._eval_data.lengths
+        order = np.argsort(lengths, kind="stable")
+        groups = [lengths[docs] for docs in fill_batches(order, lengths, self._token_budget)]
+        if train:
+            groups += [self._data.lengths[docs] for docs in self._batches.epoch(0)]
+        return {(len(group), int(group.max())) for group in groups}
+
     def padding_share(self) -> float:
         """Share of padding in the target's input [B, S], over epoch 0."""
         groups = [self._data.lengths[docs] for docs in self._batches.epoch(0)]

@@ -1,0 +1,90 @@
+"""The targets of a run before its threads start: copies, fused modules, warm-up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from dflash_ext.devices import current
+from dflash_ext.target import Target
+from dflash_ext.target_fast import fuse_target
+
+Shape = tuple[int, int]
+
+
+def fuse(target: Target) -> None:
+    """Let a target on GPUs run fused modules; says which in its ``kernel_lines``."""
+    if target.device.type != "cuda":
+        return
+    fused = fuse_target(target.model, target.gdn_kernels)
+    counts = ", ".join(f"{count} {what}" for what, count in fused.items())
+    target.kernel_lines.append(f"fused modules: {counts or 'none'}")
+
+
+def copies(target: Target, entries: Sequence[str]) -> dict[str, Target]:
+    """The target of each entry of topology.targets; it was loaded for the first one."""
+    others = dict.fromkeys(entry for entry in entries if entry != entries[0])
+    return {entries[0]: target} | {entry: target.copy_to(entry) for entry in others}
+
+
+def representative_shapes(shapes: Iterable[Shape]) -> list[Shape]:
+    """The shapes [B, S] to warm up with, largest first: the largest of each kind.
+
+    Kinds are what Triton compiles kernels anew for: sizes that are 1, or divisible by 16.
+    """
+    largest: dict[tuple[bool, ...], Shape] = {}
+    for shape in sorted(shapes):
+        kind = (shape[0] == 1, shape[0] % 16 == 0, shape[1] % 16 == 0)
+        largest[kind] = max(largest.get(kind, shape), shape, key=_order)
+    return sorted(largest.values(), key=_order, reverse=True)
+
+
+def _order(shape: Shape) -> tuple[int, Shape]:
+    return shape[0] * shape[1], shape
+
+
+def needs_warm_up(device: torch.device) -> bool:
+    """On a CPU nothing is tuned or compiled."""
+    return device.type == "cuda"
+
+
+def warm_up(
+    targets: Mapping[str, Target],
+    shapes: Iterable[Shape],
+    layer_ids: Sequence[int],
+    need_last: bool,
+) -> list[str]:
+    """Forward passes of representative shapes, one target after the other; says how long it took.
+
+    Kernels are tuned and compiled here, in one thread (Triton's and flash-linear-attention's caches
+    race when cold) and while there is most memory to spare. Call it before slots and drafters are
+    allocated.
+    """
+    chosen, lines = representative_shapes(shapes), []
+    for entry, target in targets.items():
+        if not needs_warm_up(target.device) or not chosen:
+            continue
+        start = time.perf_counter()
+        for rows, length in chosen:
+            ids = torch.arange(rows * length, device=target.device) % target.info.vocab_size
+            target.forward_capture(
+                ids.view(rows, length), layer_ids, lambda index, hidden: None, need_last
+            )
+        _give_back(target)
+        rows, length = chosen[0]
+        lines.append(
+            f"warm-up  {entry}: {len(chosen)} shapes of the target's input, the largest "
+            f"{rows} x {length}, {time.perf_counter() - start:.1f} s"
+        )
+    return lines
+
+
+def _give_back(target: Target) -> None:
+    """What the passes took: the workers' streams could not use it."""
+    for device in target.devices:
+        if device.type == "cuda":
+            with current(device):  # emptying another device's cache can unmap what is in use
+                torch.cuda.synchronize(device)
+                torch.cuda.empty_cache()

@@ -1,0 +1,203 @@
+"""Runs in other layouts train the same drafter; what is warmed up, and when."""
+
+import hashlib
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import TinyRun
+
+from dflash_ext import target_setup
+from dflash_ext.data.packing import BatchPlanner
+from dflash_ext.drafter.loop import DrafterTrainLoop
+from dflash_ext.hs_queue import BufferedHSQueue, Slot
+from dflash_ext.target import Target
+from dflash_ext.target_setup import representative_shapes, warm_up
+
+
+@pytest.fixture
+def run(
+    tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path
+) -> Iterator[TinyRun]:
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    yield TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+def sha256(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def exported(run: TinyRun, name: str) -> str:
+    return sha256(load_file(run.folder / name / "export" / "model.safetensors"))
+
+
+def losses(run: TinyRun, name: str) -> list[float]:
+    rows = (run.folder / name / "metrics.jsonl").read_text().splitlines()
+    return [row["loss"] for row in map(json.loads, rows) if "loss" in row]
+
+
+SHORT = ("--train.steps=3", "--data.eval=[]", "--log.every=1")
+
+
+def test_five_targets_and_three_drafters_train_as_one_target_and_three(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops: list[DrafterTrainLoop] = []
+    run_loop = DrafterTrainLoop.run
+    monkeypatch.setattr(
+        DrafterTrainLoop, "run", lambda self, worker: (loops.append(self), run_loop(self, worker))
+    )
+    drafters = "--topology.drafters=[cpu, cpu, cpu]"
+    assert run("many", *SHORT, drafters, "--topology.targets=[cpu, cpu, cpu, cpu, cpu]") == 0
+    hashes = {sha256(loop.model.state_dict()) for loop in loops}
+    assert len(loops) == 3 and len(hashes) == 1
+    assert run("few", *SHORT, drafters) == 0
+    assert exported(run, "many") == exported(run, "few")
+    assert losses(run, "many") == losses(run, "few")
+
+
+def test_a_target_spread_over_devices_trains_the_same(run: TinyRun) -> None:
+    flags = (*SHORT, "--train.kl_weight=0.3")
+    assert run("one", *flags) == 0
+    assert run("spread", *flags, "--topology.targets=[cpu+cpu, cpu]") == 0
+    assert exported(run, "one") == exported(run, "spread")
+    assert losses(run, "one") == losses(run, "spread")
+
+
+@pytest.mark.parametrize("side", ["reader", "writer"])
+def test_slots_that_hold_nan_when_they_come_back_change_no_bit(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """What a batch leaves in a slot is never read again: all of it is written or zeroed."""
+    flags = (*SHORT, "--train.kl_weight=0.3", "--train.steps=5")
+    assert run("plain", *flags) == 0
+
+    def poison(slot: Slot) -> None:
+        for column, states in enumerate((slot.hidden, slot.last_hidden)):
+            assert states is not None
+            states[: int(slot.high_water[column])] = torch.nan
+
+    owner, method = {"reader": (Slot, "set_free"), "writer": (BufferedHSQueue, "acquire")}[side]
+    work, poisoned = getattr(owner, method), []
+
+    def before(self, *args):
+        slot = self if side == "reader" else work(self, *args)
+        poison(slot)
+        poisoned.append(slot)
+        return work(self) if side == "reader" else slot
+
+    monkeypatch.setattr(owner, method, before)
+    assert run("poisoned", *flags) == 0
+    assert len(poisoned) >= 5
+    assert exported(run, "plain") == exported(run, "poisoned")
+    assert losses(run, "plain") == losses(run, "poisoned")
+
+
+# Warm-up
+
+
+def test_representative_shapes() -> None:
+    assert representative_shapes([]) == []
+    assert representative_shapes([(3, 10)]) == [(3, 10)]
+    shapes = [(1, 4096), (1, 4000), (1, 37), (12, 4096), (12, 4000), (13, 3781), (16, 3072), (5, 7)]
+    assert representative_shapes(shapes) == [
+        (13, 3781),  # 49,153: neither divides by 16
+        (16, 3072),  # 49,152: both do
+        (12, 4096),  # 49,152: the length does
+        (1, 4096),
+        (1, 37),
+    ]
+
+
+def test_shapes_are_those_of_the_batches(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, forwarded = [], set()
+    input_shapes, forward = BatchPlanner.input_shapes, Target.forward_capture
+    monkeypatch.setattr(
+        BatchPlanner,
+        "input_shapes",
+        lambda self, train: planned.append(input_shapes(self, train)) or planned[0],
+    )
+
+    def record(self, input_ids, layer_ids, on_layer, need_last):
+        if layer_ids:
+            forwarded.add(tuple(input_ids.shape))
+        return forward(self, input_ids, layer_ids, on_layer, need_last)
+
+    monkeypatch.setattr(Target, "forward_capture", record)
+    assert run("a", "--train.epochs=1", "--train.steps=null") == 0
+    assert planned == [forwarded]  # the epoch's and the evaluation's
+
+
+class FakeTarget:
+    """Records the inputs of its passes."""
+
+    device = torch.device("cpu")
+    devices = (device,)
+    info = type("Info", (), {"vocab_size": 7})
+
+    def __init__(self, log: list) -> None:
+        self.log = log
+
+    def forward_capture(self, input_ids, layer_ids, on_layer, need_last) -> None:
+        assert int(input_ids.max()) < 7
+        shape = tuple(input_ids.shape)
+        self.log.append((self, shape, list(layer_ids), need_last, threading.get_ident()))
+
+
+def test_largest_first_one_target_after_the_other_in_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list = []
+    one, two = FakeTarget(log), FakeTarget(log)
+    targets: dict = {"cpu": one, "cpu+cpu": two}
+    assert warm_up(targets, [(2, 3), (4, 16)], [1, 2], True) == [] and log == []  # nothing to tune
+    monkeypatch.setattr(target_setup, "needs_warm_up", lambda device: True)
+    lines = warm_up(targets, [(2, 3), (4, 16), (2, 2)], [1, 2], True)
+    thread = threading.get_ident()
+    want = [((4, 16), [1, 2], True, thread), ((2, 3), [1, 2], True, thread)]
+    assert [entry[1:] for entry in log] == want * 2
+    assert [entry[0] for entry in log] == [one, one, two, two]
+    assert lines[1].startswith("warm-up  cpu+cpu: 2 shapes of the target's input, the largest 4 x")
+    assert warm_up(targets, [], [1], False) == []
+
+
+def test_slots_and_drafters_come_behind_the_warm_up(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def recorded(owner: type, method: str, event: str) -> None:
+        work = getattr(owner, method)
+
+        def call(self, *args, **kwargs):
+            if event not in events or event == "forward":
+                events.append(event)
+            return work(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, method, call)
+
+    make = target_setup.warm_up
+
+    def noted(*args):
+        events.append("warm-up")
+        return make(*args)
+
+    monkeypatch.setattr("dflash_ext.pipeline.warm_up", noted)
+    monkeypatch.setattr(target_setup, "needs_warm_up", lambda device: True)
+    recorded(Target, "forward_capture", "forward")
+    recorded(Slot, "__init__", "slots")
+    recorded(DrafterTrainLoop, "__init__", "drafters")
+    assert run("a", *SHORT) == 0
+    begin, end = events.index("warm-up"), events.index("slots")
+    assert set(events[begin + 1 : end]) == {"forward"}
+    assert end < events.index("drafters") and "slots" not in events[:begin]
