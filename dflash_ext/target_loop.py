@@ -58,6 +58,7 @@ class TargetForwardLoop:
         self.clock = BusyClock(target.device)
         self.tokens = 0
         self.planning_s = 0.0
+        self._end = target.device  # where the last layer was packed
         self._in_flight: deque[torch.cuda.Event] = deque()
 
     @property
@@ -105,24 +106,24 @@ class TargetForwardLoop:
                 time.sleep(POLL_S)
 
     def _fill(self, slot: Slot, ticket: Ticket) -> None:
-        end = self.target.device
+        self._end = self.target.device
         if self.cache is not None and ticket.kind == "train":
-            self.cache.fill(slot, ticket.plan, end)
+            self.cache.fill(slot, ticket.plan, self._end)
         else:
-            end = self._forward(slot, ticket)
-        with current(end):
+            self._forward(slot, ticket)
+        with current(self._end):
             slot.set_ready()
-            if end.type == "cuda":
+            if self._end.type == "cuda":
                 self._in_flight.append(torch.cuda.current_stream().record_event())
 
-    def _forward(self, slot: Slot, ticket: Ticket) -> torch.device:
-        """Returns the device of the last layer that was packed, whose work follows all others'."""
+    def _forward(self, slot: Slot, ticket: Ticket) -> None:
         plan = ticket.plan
         input_ids = plan.input_ids.to(self.target.device, non_blocking=True)
         indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
         def index(device: torch.device) -> tuple[Tensor, Tensor]:
             """Packed rows and their number where a layer is."""
+            self._end = device  # layers come in order: its work follows that of all before
             if device not in indices:
                 src_index = plan.src_index.to(device, non_blocking=True)
                 indices[device] = src_index, torch.full((), plan.n_tokens, device=device)
@@ -152,4 +153,3 @@ class TargetForwardLoop:
                 n_rows=n_rows,
                 high_water=slot.high_water[1],
             )
-        return list(indices)[-1]
