@@ -43,7 +43,8 @@ def describe(run: Pipeline) -> list[str]:
         *run.cache_lines,
         f"plan     {run.total_steps} steps of {cfg.train.grad_accum * run.world} batches, "
         f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each, "
-        f"{run.planner.padding_share():.1%} padding; {len(run.eval_examples)} held-out texts",
+        f"{run.planner.padding_share():.1%} padding, {run.dead_row_share():.1%} of the loss's rows "
+        f"without a weight; {len(run.eval_examples)} held-out texts",
         *_machine_lines(run),
         f"threads  targets {cfg.topology.targets}, drafters {cfg.topology.drafters}, "
         f"{run.cpu_threads} CPU thread(s) each",

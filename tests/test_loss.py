@@ -18,8 +18,16 @@ from drafter_cases import (
 
 from dflash_ext.config import DataConfig, TrainConfig
 from dflash_ext.data.packing import BatchPlanner
+from dflash_ext.drafter import loss as loss_module
 from dflash_ext.drafter.context import TrainContext
-from dflash_ext.drafter.loss import Objective, plan_group, train_batch
+from dflash_ext.drafter.loss import (
+    Objective,
+    dead_row_share,
+    forward_backward,
+    live_chunks,
+    plan_group,
+    train_batch,
+)
 from dflash_ext.ops.metric_add import WORD, new_accumulator
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -211,6 +219,48 @@ def test_plan_group_has_the_rows_of_its_anchors():
         assert torch.equal(part.weight_sum, plan.weight_sum)
         found.append(part.rows[: part.n_rows] + start * slots)
     assert torch.equal(torch.cat(found), plan.rows[: plan.n_rows])
+
+
+@pytest.mark.parametrize("group", [None, 5])
+@pytest.mark.parametrize("chunk_rows", [1, 4, 2048])
+def test_rows_of_dead_chunks_are_left_out_and_change_no_bit(monkeypatch, group, chunk_rows):
+    case = Case(lengths=(21, 9), loss_chunk_rows=chunk_rows, kl_weight=0.3)
+    chunks = live_chunks(case.plan, group, chunk_rows)
+    live = [int(plan_group(case.plan, i, min(i + (group or 12), 12)).n_rows)
+            for i in range(0, 12, group or 12)]  # fmt: skip
+    assert (chunks - 1) * chunk_rows < max(live) <= chunks * chunk_rows
+    passed, run = [], loss_module.draft_loss_stats
+
+    def spy(*arguments, **options):
+        passed.append(arguments[5].shape[0])
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(loss_module, "draft_loss_stats", spy)
+    results = []
+    for bound in (None, chunks):
+        case.model.zero_grad()
+        stats = forward_backward(
+            case.model, case.head, case.plan, case.hidden,
+            objective=case.objective, last_hidden=case.last, group=group, chunks=bound,
+        )  # fmt: skip
+        results.append([s.loss for s in stats] + [p.grad.clone() for p in case.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    whole, bounded = passed[: len(live)], passed[len(live) :]
+    assert whole == [128] * len(live)
+    assert bounded == [min(128, chunks * chunk_rows)] * len(live)
+    wanted = 1 - sum(live) / sum(bounded)
+    assert dead_row_share([case.plan], group, chunk_rows) == pytest.approx(wanted)
+    with pytest.raises(RuntimeError, match="n_rows: found"):  # a bound that is too low is no loss
+        forward_backward(
+            case.model, case.head, case.plan, case.hidden,
+            objective=Objective(TrainConfig(loss_chunk_rows=1, kl_weight=0.3), case.spec.layout),
+            last_hidden=case.last, chunks=int(case.plan.n_rows) - 1,
+        )  # fmt: skip
+
+
+def test_a_plan_without_rows_keeps_one_chunk():
+    plan = dataclasses.replace(Case().plan, weights=torch.zeros(12, 4))
+    assert live_chunks(plan, None, 2048) == live_chunks(plan, 5, 2) == 1
 
 
 def test_a_batch_without_supervision_gives_zero_and_finite_gradients():

@@ -16,7 +16,13 @@ from dflash_ext.config import Config
 from dflash_ext.devices import BusyClock, worker_stream
 from dflash_ext.drafter.fused import mark_gradients
 from dflash_ext.drafter.graph import GraphedCalls
-from dflash_ext.drafter.loss import LossStats, Objective, add_metrics, forward_backward
+from dflash_ext.drafter.loss import (
+    LossStats,
+    Objective,
+    add_metrics,
+    forward_backward,
+    live_chunks,
+)
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.noise import with_noise
 from dflash_ext.drafter.overlap import BackwardSync
@@ -178,6 +184,8 @@ class DrafterTrainLoop:
         """Batch `index` of a step; with the step's update, whose gradient norm it then returns, if
         it is the last one and no other drafter has a part in it."""
         train, plan = self.cfg.train, slot.plan_on_device()
+        assert slot.ticket is not None
+        chunks = live_chunks(slot.ticket.plan, train.anchor_group, train.loss_chunk_rows)
         hidden = with_noise(slot.hidden, plan, train.noise_std, train.seed)
         first, last = index == 0, index == train.grad_accum - 1
         update = last and self.world == 1
@@ -192,11 +200,15 @@ class DrafterTrainLoop:
                 objective=self.objective,
                 last_hidden=slot.last_hidden,
                 group=train.anchor_group,
+                chunks=chunks,
                 overlap=self.overlap if last else None,
             )
             return stats, self.optimizer.update() if update else None
 
-        stats, norm = work() if self.graphs is None else self.graphs((first, update), slot, work)
+        if self.graphs is None:
+            stats, norm = work()
+        else:
+            stats, norm = self.graphs((first, update, chunks), slot, work)
         self.nonfinite.batch(index, torch.stack([group.loss for group in stats]).sum())
         add_metrics(
             self.stream.acc,

@@ -4,6 +4,7 @@ Letters: A anchors, K slots, T packed tokens, L captured layers, H hidden, R pro
 """
 
 import dataclasses
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -152,6 +153,30 @@ def plan_group(plan: "BatchPlan", start: int, stop: int) -> "BatchPlan":
     )
 
 
+def live_chunks(plan: "BatchPlan", group: int | None, chunk_rows: int) -> int:
+    """Chunks of rows that hold all those with a weight, for each group of `group` anchors; a bound
+    for `forward_backward`. For a plan on the host: of one on a GPU it waits for the device."""
+    live = (plan.weights > 0).sum(1)
+    most = max(int(part.sum()) for part in live.split(group or live.shape[0]))
+    return max(1, -(-most // chunk_rows))
+
+
+def dead_row_share(plans: Iterable["BatchPlan"], group: int | None, chunk_rows: int) -> float:
+    """Share of rows without a weight among those that a GPU projects of these plans (on the host).
+
+    A CPU projects rows with a weight alone.
+    """
+    projected = live = 0
+    for plan in plans:
+        bound = live_chunks(plan, group, chunk_rows) * chunk_rows
+        size = group or plan.anchors.shape[0]
+        for start in range(0, plan.anchors.shape[0], size):
+            part = plan_group(plan, start, min(start + size, plan.anchors.shape[0]))
+            projected += min(bound, part.rows.shape[0])
+            live += int(part.n_rows)
+    return 1 - live / max(1, projected)
+
+
 def train_batch(
     model: DFlashDraftModel,
     head: FrozenHead,
@@ -190,6 +215,7 @@ def forward_backward(
     objective: Objective,
     last_hidden: Tensor | None = None,
     group: int | None = None,
+    chunks: int | None = None,
     overlap: BackwardSync | None = None,
 ) -> list[LossStats]:
     """Add a batch's gradients to the parameters' .grad or main_grad; what each group's loss was.
@@ -197,6 +223,7 @@ def forward_backward(
     hidden: captured states [T, L*H] or [L, T, H]. With `group`, that many anchors are worked off
     at a time and memory is bounded by one group; the context's keys and values are computed once,
     their gradients added up over the groups, and the gradients are the same up to summation order.
+    `chunks` (`live_chunks`) bounds the chunks of rows that are multiplied; no bit depends on it.
     `overlap` begins to sum gradients over the drafters as they become final; its `finish` is still
     to be called. Only for the last batch of an optimizer step.
     """
@@ -208,6 +235,9 @@ def forward_backward(
     for start in range(0, total, group):
         stop = min(start + group, total)
         part = plan if stop - start == total else plan_group(plan, start, stop)
+        if chunks is not None:
+            rows = part.rows[: chunks * objective.train.loss_chunk_rows]
+            part = dataclasses.replace(part, rows=rows)
         last = stop == total
         with overlap.watching() if overlap is not None and last else nullcontext():
             found = objective.stats(model, head, context.layers, part, last_hidden)
