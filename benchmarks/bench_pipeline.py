@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -164,8 +165,9 @@ class Bench:
         """Measures both stages; the number of anchors for each kind of pipeline phase."""
         options, alone = self.options, 1 + self.options.alone
         small, large = options.probes
-        target = Phase("target alone", alone, small, self.targets, drafters=False)
-        single = Phase("one target alone", alone, small, 1, drafters=False)
+        steps = self._steps(alone)
+        target = Phase("target alone", steps, small, self.targets, drafters=False)
+        single = Phase("one target alone", steps, small, 1, drafters=False)
         probe_large = Phase("drafter alone", alone, large, 0)
         # Short steps last: they go on while the next phases are chosen.
         probe_small = Phase("drafter alone", 4 * alone, small, 0, metrics_every=2)
@@ -196,6 +198,10 @@ class Bench:
         """Batches of one optimizer step that one target makes."""
         return self.pipeline.planner.batches_per_step / self.targets
 
+    def _steps(self, batches: int) -> int:
+        """Optimizer steps in which every drafter and every target gets so many batches."""
+        return math.ceil(batches * max(1.0, 1 / self._batches_of_a_step()))
+
     def _planned(self, name: str, anchors: int) -> tuple[Phase, Phase]:
         """The drafters alone, then everything, with so many anchors."""
         options, topology = self.options, self.cfg.topology
@@ -203,7 +209,8 @@ class Bench:
         seconds = self.balance.seconds(anchors)
         shared = set(topology.targets) & set(topology.drafters)
         step_s = seconds + self.target_s if shared else max(seconds, self.target_s)
-        steps = max(2, round(options.seconds / step_s)) + 2 * options.settle
+        edges = self._steps(2 * options.settle)
+        steps = max(self._steps(2), round(options.seconds / step_s)) + edges
         return alone, Phase(name, steps, anchors, self.targets, metrics_every=2)
 
     def _report_phase(self, alone: Phase, phase: Phase) -> None:

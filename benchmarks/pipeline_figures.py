@@ -47,7 +47,8 @@ def rate(workers: Iterable[Sequence[Timed]], *, skip: int = 1, skip_last: int = 
     for timed in workers:
         kept = timed[max(skip, 1) - 1 : len(timed) - skip_last]
         if len(kept) < 2:
-            raise RuntimeError(f"found {len(timed)} batches of a phase, want at least {skip + 1}")
+            least = max(skip, 1) + 1 + skip_last
+            raise RuntimeError(f"found {len(timed)} batches of a phase, want at least {least}")
         span = kept[-1].end - kept[0].end
         tokens.append(sum(t.batch.tokens for t in kept[1:]) / span)
         busy.append(sum(t.busy for t in kept[1:]) / span)

@@ -8,7 +8,6 @@ trace (for Perfetto, too), cut down to what the picture needs.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import re
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline_phases import DRAFTER, TARGET
+from dflash_ext.command import CommandParser, run_command
 
 Event = dict[str, Any]
 Spans = list[tuple[float, float]]
@@ -158,8 +158,13 @@ def lanes(profile: Profile) -> dict[tuple[str, str], Spans]:
         if e["cat"] in CALLS and "correlation" in e["args"]
     }
     found: defaultdict[tuple[str, str], Spans] = defaultdict(list)
+    on_gpu = any(event["cat"] in ON_DEVICE for event in profile.events)
     for event in profile.events:
-        place = _gpu_lane(event, calls) if event["cat"] in ON_DEVICE else _cpu_lane(profile, event)
+        place = None
+        if event["cat"] in ON_DEVICE:
+            place = _gpu_lane(event, calls)
+        elif not on_gpu:
+            place = _cpu_lane(profile, event)
         if place is not None:
             start = event["ts"] / 1e6
             found[place].append((start, start + event["dur"] / 1e6))
@@ -170,7 +175,12 @@ def lanes(profile: Profile) -> dict[tuple[str, str], Spans]:
         place: sorted((start - zero, end - zero) for start, end in spans)
         for place, spans in found.items()
     }
-    return dict(sorted(moved.items(), key=lambda item: (item[0][0], LANES.index(item[0][1]))))
+
+    def order(place: tuple[str, str]) -> tuple[bool, str, int]:
+        device, lane = place
+        return device.startswith("drafter"), device, LANES.index(lane)
+
+    return {place: moved[place] for place in sorted(moved, key=order)}
 
 
 def _gpu_lane(event: Event, calls: dict[int, str]) -> tuple[str, str]:
@@ -184,8 +194,6 @@ def _gpu_lane(event: Event, calls: dict[int, str]) -> tuple[str, str]:
 
 
 def _cpu_lane(profile: Profile, event: Event) -> tuple[str, str] | None:
-    if any(e["cat"] in ON_DEVICE for e in profile.events[-1:]) or event["cat"] in CALLS:
-        return None
     thread, name = profile.thread(event), event["name"]
     if not thread.startswith(("target", "drafter")):
         return None
@@ -220,10 +228,11 @@ def draw(profile: Profile, out: Path, title: str = "") -> None:
     figure, axes = plt.subplots(figsize=(11, 0.6 + 0.32 * len(found)), dpi=110)
     for row, ((_, lane), spans) in enumerate(found.items()):
         bars = [(start, end - start) for start, end in joined(spans, span * JOINED)]
-        axes.broken_barh(bars, (row + 0.1, 0.8), color=COLOURS[LANES.index(lane)], linewidth=0)
+        # Its edge keeps the shortest bar visible.
+        axes.broken_barh(bars, (row + 0.1, 0.8), color=COLOURS[LANES.index(lane)], linewidth=0.6)
     axes.set_yticks([row + 0.5 for row in range(len(found))])
     axes.set_yticklabels([f"{device}  {lane}" for device, lane in found], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(found), 0)
     axes.set_xlim(0, span)
     axes.set_xlabel("seconds")
     axes.set_title(title, fontsize=9)
@@ -234,7 +243,7 @@ def draw(profile: Profile, out: Path, title: str = "") -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(prog="python -m benchmarks.trace", description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--out", type=Path, required=True, metavar="PNG")
     parser.add_argument("--title", default="")
@@ -246,4 +255,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

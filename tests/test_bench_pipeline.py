@@ -69,7 +69,7 @@ def test_rate_starts_behind_the_skipped_batches() -> None:
     assert found.waits == pytest.approx(1 / 3)
     assert (found.step_s, found.batches) == (pytest.approx(1.5), 4)
     assert rate([timed], skip=1, skip_last=1).step_s == pytest.approx(2.0)
-    with pytest.raises(RuntimeError, match="want at least 4"):
+    with pytest.raises(RuntimeError, match="want at least 5"):
         rate([timed], skip=3, skip_last=1)
 
 
