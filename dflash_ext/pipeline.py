@@ -28,6 +28,7 @@ from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.drafter.loss import Objective, dead_row_share
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead, drafter_spec
 from dflash_ext.export import check_tensors
+from dflash_ext.fp8 import check_weights
 from dflash_ext.grad_sync import GradSync, make_store
 from dflash_ext.hidden_cache import HiddenCache
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
@@ -42,7 +43,7 @@ from dflash_ext.supervisor import Supervisor, Worker
 from dflash_ext.target import Target, load_target, load_tokenizer
 from dflash_ext.target_choices import layers_and_mask, pick_mask_token_id
 from dflash_ext.target_loop import TargetForwardLoop
-from dflash_ext.target_setup import copies, fuse, warm_up
+from dflash_ext.target_setup import copies, fuse, warm_up, with_weights
 from dflash_ext.text_check import check_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -102,6 +103,7 @@ class Pipeline:
     def _load_data_and_target(self) -> None:
         cfg = self.cfg
         text_files([*cfg.data.train, *cfg.data.eval])  # all there? Before the target is loaded
+        check_weights(cfg)
         self.tokenizer = load_tokenizer(cfg.model.target, cfg.model.revision)
         self.target: Target = self.load_target()
         fuse(self.target)
@@ -124,6 +126,7 @@ class Pipeline:
         self.planner = BatchPlanner(
             self.examples, cfg.data, cfg.train, self.layout, self.world, self.eval_examples
         )
+        self.fp8 = with_weights(self.target, cfg.model, self.planner, self.layer_ids)
 
     def load_target(self) -> Target:
         """The frozen target on the first of its devices; a benchmark hands in one of its own."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_ext.fast_gdn import GdnKernels
+from dflash_ext.fp8 import Fp8Linear, fp8_linear
 from dflash_ext.ops import add_rms_norm, qkv_norm_rope, rms_norm, swiglu
 
 __all__ = ["fuse_target", "merged_weight"]
@@ -69,7 +70,7 @@ def fuse_target(model: nn.Module, kernels: GdnKernels | None = None) -> dict[str
     return dict(counts)
 
 
-def merged_weight(parts: Sequence[nn.Linear]) -> Tensor:
+def merged_weight(parts: Sequence[Any]) -> Tensor:
     """The weights [N_i, H] of `parts` as one tensor [sum N_i, H], whose rows they then are."""
     first = parts[0].weight
     if not _adjacent(parts):
@@ -80,7 +81,7 @@ def merged_weight(parts: Sequence[nn.Linear]) -> Tensor:
     return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
-def _adjacent(parts: Sequence[nn.Linear]) -> bool:
+def _adjacent(parts: Sequence[Any]) -> bool:
     storage = parts[0].weight.untyped_storage().data_ptr()
     at = parts[0].weight.data_ptr()
     for part in parts:
@@ -92,7 +93,7 @@ def _adjacent(parts: Sequence[nn.Linear]) -> bool:
 
 
 @torch.no_grad()
-def _merge(parts: Sequence[nn.Linear]) -> None:
+def _merge(parts: Sequence[Any]) -> None:
     whole = torch.cat([part.weight for part in parts])
     for part, rows in zip(parts, whole.split([p.weight.shape[0] for p in parts]), strict=True):
         part.weight.data = rows
@@ -213,6 +214,12 @@ class _Fused(nn.Module):
     def merged(self) -> Tensor:
         return merged_weight([getattr(self, name) for name in self.PARTS])
 
+    def project(self, x: Tensor) -> Tensor:
+        parts = [getattr(self, name) for name in self.PARTS]
+        if isinstance(parts[0], Fp8Linear):
+            return fp8_linear(x, self.merged(), torch.cat([part.scale for part in parts]))
+        return F.linear(x, self.merged())
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         super()._apply(*args, **kwargs)  # of .to(): every weight moves to memory of its own
         if self.PARTS:
@@ -239,7 +246,7 @@ class _Mlp(_Fused):
     down_proj: nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(F.linear(x, self.merged())))
+        return self.down_proj(swiglu(self.project(x)))
 
 
 class _Layer(_Fused):
@@ -289,7 +296,7 @@ class _Attention(_Fused):
         )
         heads = [getattr(self, name).out_features // self.head_dim for name in self.PARTS]
         q, k, v = qkv_norm_rope(
-            F.linear(hidden_states, self.merged()).flatten(0, 1),
+            self.project(hidden_states).flatten(0, 1),
             this.q_norm.weight,
             this.k_norm.weight,
             cos,
@@ -331,7 +338,7 @@ class _GatedAttention(_Attention):
         sizes = [getattr(self, name).out_features for name in self.PARTS]
         q_gate, k, v = (
             t.unflatten(-1, (-1, self.head_dim))
-            for t in F.linear(hidden_states, self.merged()).split(sizes, dim=-1)
+            for t in self.project(hidden_states).split(sizes, dim=-1)
         )
         q, gate = q_gate.unflatten(2, (-1, 2)).unbind(3)
         rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
@@ -356,7 +363,7 @@ class _GatedDeltaNet(_Fused):
         this: Any = self
         kernels = self.gdn_kernels
         widths = [this.key_dim, this.key_dim, this.value_dim]
-        *qkv, z, b, a = F.linear(hidden_states, self.merged()).split(
+        *qkv, z, b, a = self.project(hidden_states).split(
             [*widths, this.value_dim, this.num_v_heads, this.num_v_heads], dim=-1
         )
         filters = this.conv1d.weight.squeeze(1).split(widths)

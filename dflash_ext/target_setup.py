@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from dflash_ext.config import ModelConfig
+from dflash_ext.data.packing import BatchPlanner
 from dflash_ext.devices import current
+from dflash_ext.fp8 import Fp8Effect, quantise_target
 from dflash_ext.target import Target
 from dflash_ext.target_fast import fuse_target
 
@@ -21,6 +24,17 @@ def fuse(target: Target) -> None:
     fused = fuse_target(target.model, target.gdn_kernels)
     counts = ", ".join(f"{count} {what}" for what, count in fused.items())
     target.kernel_lines.append(f"fused modules: {counts or 'none'}")
+
+
+def with_weights(
+    target: Target, cfg: ModelConfig, planner: BatchPlanner, layer_ids: Sequence[int]
+) -> Fp8Effect | None:
+    """Brings the target's weights into the form of model.weights; the effect, if there is one."""
+    if cfg.weights != "fp8":
+        return None
+    effect = quantise_target(target, planner.batch(0), layer_ids)
+    target.kernel_lines.append(effect.line(cfg.dtype))
+    return effect
 
 
 def copies(target: Target, entries: Sequence[str]) -> dict[str, Target]:

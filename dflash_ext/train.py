@@ -157,6 +157,7 @@ def _summary(pipeline: Pipeline, monitor: Monitor, seconds: float) -> dict[str, 
         "accept_len_prompt_lookup": accept_len(lookup) if lookup else None,
         "balance": monitor.balance(),
         "text": pipeline.text.facts(),
+        "fp8": pipeline.fp8 and pipeline.fp8.facts(),
         "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         "peak_gpu_mib": max(map(_peak_gpu_mib, pipeline.gpus()), default=0),
         "versions": {

@@ -129,7 +129,7 @@ def test_every_field_has_help_and_is_a_flag(capsys: pytest.CaptureFixture[str]) 
 
 def test_field_names_are_the_documented_ones() -> None:
     documented = {
-        "model": "target dtype target_layer_ids attn_backend require_fast_gdn revision",
+        "model": "target dtype weights target_layer_ids attn_backend require_fast_gdn revision",
         "drafter": "num_layers block_size mask_token_id num_attention_heads num_key_value_heads "
         "head_dim intermediate_size layer_types sliding_window split_fc init_from",
         "data": "train eval format bad_rows max_length token_budget last_turn_only split_turns "
