@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dflash_ext.config import Config
+from dflash_ext.config_values import devices_of
+from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.drafter.spec import SLIDING, DrafterSpec
 
 OPTIMIZER_BYTES = 30  # a parameter's traffic in an AdamW step: master, moments, gradient, weight
@@ -234,6 +236,22 @@ class LoadMeter:
     drafters: int
     devices: int
     parameters: int
+
+    @staticmethod
+    def of_run(cfg: Config, model: DFlashDraftModel, processes: int) -> LoadMeter:
+        """Of a run of so many processes with the same devices."""
+        targets, drafters = cfg.topology.targets, cfg.topology.drafters
+        both = sum(device in drafters for entry in set(targets) for device in devices_of(entry))
+        if "cpu" in drafters:
+            both = 0  # workers on a CPU have their own threads
+        return LoadMeter(
+            cfg,
+            model.spec,
+            targets=len(targets) * processes,
+            drafters=len(drafters) * processes,
+            devices=(len(targets) + len(drafters) - both) * processes,
+            parameters=sum(p.numel() for p in model.parameters()),
+        )
 
     def row(self, work: Work) -> dict[str, float]:
         """tokens_per_s of the run and of each side while it computes; shares of the time (but for

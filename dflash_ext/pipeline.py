@@ -287,7 +287,7 @@ class Pipeline:
                 and (self.machines.rank != 0 or self.machines.all_ended or supervisor.stop.is_set())
             ),
             machines=self.machines,
-            load=self._load_meter(),
+            load=LoadMeter.of_run(self.cfg, self.model, self.machines.count),
         )
         for device in self.gpus():  # the workers' streams do not wait for this one's
             torch.cuda.synchronize(device)
@@ -304,21 +304,6 @@ class Pipeline:
         finally:
             self.checkpoints.wait()
         return self.monitor
-
-    def _load_meter(self) -> LoadMeter:
-        targets, drafters = self.cfg.topology.targets, self.cfg.topology.drafters
-        count = self.machines.count
-        # Workers on a CPU have their own threads.
-        both = sum(d in drafters for entry in set(targets) for d in devices_of(entry))
-        both = both if self.gpus() else 0
-        return LoadMeter(
-            self.cfg,
-            self.model.spec,
-            targets=len(targets) * count,
-            drafters=self.world,
-            devices=(len(targets) + len(drafters) - both) * count,
-            parameters=sum(p.numel() for p in self.model.parameters()),
-        )
 
     def gpus(self) -> list[str]:
         """The GPUs of this run."""

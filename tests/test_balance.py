@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from step_cases import build_model
 from tiny_run import TinyRun
 
 from dflash_ext import devices
@@ -192,3 +193,21 @@ def test_a_run_says_which_side_is_slow(
     rows = (run.folder / "a" / "metrics.jsonl").read_text().splitlines()
     logged = [row for row in map(json.loads, rows) if "loss" in row]
     assert all(0 <= row[f"{name}_wait"] <= 1 for row in logged for name in ("target", "drafter"))
+
+
+@pytest.mark.parametrize(
+    ("targets", "drafters", "shared"),
+    [
+        (["cuda:0"], ["cuda:1"], False),
+        (["cuda:0", "cuda:0"], ["cuda:1"], False),
+        (["cuda:0"], ["cuda:0"], True),
+        (["cuda:0+cuda:1"], ["cuda:1", "cuda:2"], True),
+        (["cpu", "cpu"], ["cpu"], False),
+    ],
+)
+def test_devices_with_both_roles(targets: list[str], drafters: list[str], shared: bool) -> None:
+    cfg = load_config(PROJECT_ROOT / "configs" / "smollm2_cpu.yaml")
+    cfg.topology.targets, cfg.topology.drafters = targets, drafters
+    load = LoadMeter.of_run(cfg, build_model(), processes=3)
+    assert (load.targets, load.drafters) == (3 * len(targets), 3 * len(drafters))
+    assert (load.devices < load.targets + load.drafters) == shared
