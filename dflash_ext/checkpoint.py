@@ -20,6 +20,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,18 @@ class CheckpointManager:
         folder: the run's ``checkpoints`` folder; made by the first save.
         cfg: ``keep`` newest are kept (``keep_best``: and the one with the highest score);
             ``async_save`` writes in a thread, one save at a time.
+        before_rename: called with the step when all of a checkpoint is written, right before it
+            counts: for what must not be older than the checkpoint.
     """
 
-    def __init__(self, folder: str | Path, cfg: CheckpointConfig) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        cfg: CheckpointConfig,
+        before_rename: Callable[[int], None] = lambda step: None,
+    ) -> None:
         self.folder, self.cfg = Path(folder), cfg
+        self._before_rename = before_rename
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._failed_saves = 0
@@ -180,6 +189,7 @@ class CheckpointManager:
                 files[name] = {"size": (tmp / name).stat().st_size, "sha256": _sha256(tmp / name)}
             _write_synced(tmp / MANIFEST, json.dumps({"files": files}))
             _fsync(tmp)
+            self._before_rename(step)
             if final.exists():  # a crash right here leaves only the older ones
                 self._remove(step)
             tmp.rename(final)

@@ -87,7 +87,9 @@ def common_facts(run: Pipeline) -> dict[str, object]:
         "data.train": f"text with hash {run.data_hash[:12]}",
         "data.seed": run.cfg.data.seed,
         "data.token_budget": run.cfg.data.token_budget,
+        "data.eval": f"{len(run.eval_examples)} held-out texts",
         "log.every": run.cfg.log.every,
-        "checkpoints": f"step {run.resume.step}",
+        "checkpoint.every": run.cfg.checkpoint.every,
+        "checkpoints": f"step {run.resume.step}, {run.resume.batches} batches",
         "drafter.init_from": f"weights with checksum {weights}",
     }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -31,7 +32,8 @@ class RunLogger:
     Args:
         run_dir: gets ``metrics.jsonl``.
         total_steps: length of the whole run, earlier parts included.
-        start_step: the step the run goes on from; later rows of an earlier part are cut off.
+        start_step: the step the run goes on from; later rows of an earlier part are cut off. None:
+            it starts, without any rows.
 
     Raises:
         UserError: ``log.wandb`` is on and cannot work (see ``WandbSink``).
@@ -42,11 +44,11 @@ class RunLogger:
         cfg: Config,
         run_dir: Path,
         total_steps: int,
-        start_step: int = 0,
+        start_step: int | None = None,
         *,
         console: Console | None = None,
     ) -> None:
-        self._console = _Console(console or Console(), total_steps, start_step)
+        self._console = _Console(console or Console(), total_steps, start_step or 0)
         self._wandb: WandbSink | None = None
         if cfg.log.wandb != "off":
             self._wandb = WandbSink(
@@ -77,6 +79,11 @@ class RunLogger:
         if self._wandb is not None:
             self._wandb.log(step, row)
 
+    def sync(self) -> None:
+        """Returns when the rows written so far outlive a power cut; any thread."""
+        with contextlib.suppress(OSError):  # a full disk was reported with the row
+            self._rows.sync()
+
     def progress(self, step: int, row: Row) -> None:
         """Shows how far the run is; writes nothing to files."""
         self._console.progress(step, row)
@@ -104,10 +111,11 @@ class MetricsFile:
     Rows that cannot be written are held, and written with the next one.
     """
 
-    def __init__(self, path: Path, start_step: int) -> None:
+    def __init__(self, path: Path, start_step: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = read_metrics(path) if start_step > 0 and path.exists() else []
-        rows = [row for row in rows if row["step"] <= start_step]
+        rows = []
+        if start_step is not None and path.exists():
+            rows = [row for row in read_metrics(path) if row["step"] <= start_step]
         replace_file(path, "".join(_json_line(row) for row in rows))
         # Unbuffered: after a write that failed, nothing is left behind that a later one would add.
         self._file = path.open("r+b", buffering=0)
@@ -140,6 +148,10 @@ class MetricsFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._end = self._start + len(lines)
         self.unwritten = 0
+
+    def sync(self) -> None:
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Raises OSError if rows are left that cannot be written."""

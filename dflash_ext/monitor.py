@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,7 +11,6 @@ from typing import Any
 
 from dflash_ext.acceptance import accept_len, accept_len_pooled
 from dflash_ext.balance import LoadMeter, Work
-from dflash_ext.config import TrainConfig
 from dflash_ext.drafter.loop import DrafterTrainLoop, Mark
 from dflash_ext.hs_queue import BufferedHSQueue
 from dflash_ext.logger import RunLogger
@@ -21,6 +21,7 @@ from dflash_ext.supervisor import Worker
 from dflash_ext.target_loop import TargetForwardLoop
 
 POLL_S = 0.1
+LOGGED_S = 5.0  # less than the supervisor's last wait for a worker
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Monitor:
         logger: None in a process that sends its shares.
         machines: all processes of the run, each with as many drafters and targets.
         load: makes metrics of what both sides have done.
+        first_batch: id of the first batch of a step.
         tokens_before: tokens trained by the run's earlier parts (resume).
         finished: whether all drafters have ended.
     """
@@ -65,7 +67,8 @@ class Monitor:
         queues: list[BufferedHSQueue],
         lr_at: Callable[[int], float],
         block_size: int,
-        train: TrainConfig,
+        first_batch: Callable[[int], int],
+        max_nonfinite_steps: int,
         tokens_before: int,
         finished: Callable[[], bool],
         machines: Machines,
@@ -74,13 +77,14 @@ class Monitor:
         self.logger = logger
         self.drafters, self.targets, self.queues = drafters, targets, queues
         self.lr_at, self.block_size = lr_at, block_size
-        self.grad_accum, self.max_nonfinite_steps = train.grad_accum, train.max_nonfinite_steps
+        self.first_batch, self.max_nonfinite_steps = first_batch, max_nonfinite_steps
         self.tokens_before = tokens_before
         self.finished, self.machines, self.load = finished, machines, load
         self.evals: dict[int, dict[str, float]] = {}
         self.tokens = tokens_before
         self.train_seconds = 0.0
         self._logged_step = -1
+        self._look = threading.Event()  # now, not at the next poll
         self._shared_step = self._checked_step = drafters[0].steps.start
         self._nonfinite: dict[int, set[int]] = {}  # suspects by skipped step
         self._in_a_row: dict[int, set[int]] = {}
@@ -105,7 +109,22 @@ class Monitor:
                 if self.logger is None:
                     self.machines.send("")
                 return
-            time.sleep(POLL_S)
+            self._look.wait(POLL_S)
+            self._look.clear()
+
+    def wait_logged(self, step: int) -> None:
+        """Returns when the rows up to that of ``step``, if it has one, are in the log for good.
+
+        A checkpoint that counted before them would cost these rows if the process were killed: a
+        resumed run goes on behind it. Does not wait for ever: a row may have been lost.
+        """
+        deadline = time.monotonic() + LOGGED_S
+        last = min(step, self.drafters[0].last_row)
+        while self._logged_step < last and time.monotonic() < deadline:
+            self._look.set()
+            time.sleep(POLL_S / 20)
+        if self.logger is not None:
+            self.logger.sync()
 
     def _collect(self) -> None:
         for loop in self.drafters:
@@ -116,10 +135,12 @@ class Monitor:
                 self._marks.setdefault(mark.step, []).append(mark)
             while loop.evals:
                 step, lengths = loop.evals.popleft()
-                self.evals[step] = {
-                    "eval_accept_len": accept_len(lengths),
-                    "eval_accept_len_pooled": accept_len_pooled(lengths),
-                }
+                self.evals[step] = {}
+                if lengths is not None:
+                    self.evals[step] = {
+                        "eval_accept_len": accept_len(lengths),
+                        "eval_accept_len_pooled": accept_len_pooled(lengths),
+                    }
         for step in [s for s, w in self._words.items() if len(w) == len(self.drafters)]:
             if len(self._marks.get(step, [])) == len(self.drafters):
                 self._add_share(self._share(step, self._words.pop(step), self._marks.pop(step)))
@@ -150,7 +171,9 @@ class Monitor:
         found: dict[int, list[int]] = {}
         for loop in self.drafters:
             for bad, indices in loop.nonfinite.between(first, step).items():
-                ids = [(bad * self.grad_accum + i) * self._world + loop.rank for i in indices]
+                first_id = self.first_batch(bad)
+                first_id += (loop.rank - first_id) % self._world  # of this drafter
+                ids = [first_id + i * self._world for i in indices]
                 found.setdefault(bad, []).extend(ids)
         return sorted(found.items())
 
@@ -209,8 +232,7 @@ class Monitor:
             for step, ids in share.nonfinite:
                 suspects.setdefault(step, set()).update(ids)
         self._nonfinite |= suspects
-        size = self.grad_accum * self._world
-        every = {step: range(step * size, (step + 1) * size) for step in suspects}
+        every = {s: range(self.first_batch(s), self.first_batch(s + 1)) for s in suspects}
         return sorted(i for step, ids in suspects.items() for i in ids or every[step])
 
     def _forget_before(self, step: int) -> None:
@@ -242,7 +264,7 @@ class Monitor:
         """Logs complete rows in ascending order; an evaluation joins the row of its step."""
         if self.logger is None:
             return
-        new_evals = {step for step in self.evals if step > self._logged_step}
+        new_evals = {step for step, row in self.evals.items() if row and step > self._logged_step}
         for step in sorted(self._rows.keys() | new_evals):
             awaits_eval = step in self.drafters[0].eval_steps and step not in self.evals
             if awaits_eval and not everything:

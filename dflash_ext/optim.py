@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,12 @@ from dflash_ext.flat_params import FlatParams, flat_view
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 MUON_MOMENTUM = 0.95
+NO_SHIFT = Fraction(0)
 # torch.optim.Muon's: coefficients of the polynomial, iterations, least norm.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 
-def lr_at(step: int, total_steps: int, cfg: TrainConfig) -> float:
+def lr_at(step: int | Fraction, total_steps: int | Fraction, cfg: TrainConfig) -> float:
     """Learning rate of optimizer step ``step`` (0-based) out of ``total_steps``.
 
     Linear warm-up over ``warmup_ratio`` of the steps, lr * (step + 1) / warm-up, so that no step
@@ -34,7 +36,7 @@ def lr_at(step: int, total_steps: int, cfg: TrainConfig) -> float:
     warmup = int(cfg.warmup_ratio * total_steps)
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    progress = float(min(1, (step - warmup) / max(1, total_steps - warmup)))
     if cfg.schedule == "cosine":
         return cfg.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
     if cfg.schedule == "linear":
@@ -60,6 +62,7 @@ class DrafterOptimizer:
 
     Args:
         flat: whether to use one buffer each; None: on a GPU.
+        shift: from a step to its place in the schedule (``BatchPlanner.schedule_shift``).
 
     Attributes:
         flat: the buffers, or None. With them every parameter has a ``main_grad``.
@@ -76,8 +79,9 @@ class DrafterOptimizer:
         total_steps: int,
         *,
         flat: bool | None = None,
+        shift: Fraction = NO_SHIFT,
     ) -> None:
-        self.cfg, self.total_steps = cfg, total_steps
+        self.cfg, self.total_steps, self.shift = cfg, total_steps, shift
         named = [(name, p) for name, p in named_params if p.requires_grad]
         # Matrices, which are decayed, come first: each rule of a step then takes one slice.
         named.sort(key=lambda item: item[1].ndim < 2)
@@ -121,7 +125,7 @@ class DrafterOptimizer:
 
     def lr_at(self, step: int) -> float:
         """Learning rate of optimizer step ``step`` (0-based)."""
-        return lr_at(step, self.total_steps, self.cfg)
+        return lr_at(step + self.shift, self.total_steps + self.shift, self.cfg)
 
     def set_lr(self, step: int) -> None:
         """Gives the next ``update`` the rate of optimizer step ``step`` (0-based)."""
@@ -284,8 +288,9 @@ class MuonOptimizer(DrafterOptimizer):
         total_steps: int,
         *,
         flat: bool | None = None,
+        shift: Fraction = NO_SHIFT,
     ) -> None:
-        super().__init__(named_params, cfg, total_steps, flat=flat)
+        super().__init__(named_params, cfg, total_steps, flat=flat, shift=shift)
         self.momenta = self._zeros(0, self.num_matrices)
 
     def _num_others(self) -> int:
@@ -314,13 +319,16 @@ class MuonOptimizer(DrafterOptimizer):
 
 
 def build_optimizer(
-    named_params: Iterable[tuple[str, nn.Parameter]], cfg: TrainConfig, total_steps: int
+    named_params: Iterable[tuple[str, nn.Parameter]],
+    cfg: TrainConfig,
+    total_steps: int,
+    shift: Fraction = NO_SHIFT,
 ) -> DrafterOptimizer:
     """The optimizer of ``cfg.optimizer`` for the trained parameters among ``named_params``."""
     kinds = {"adamw": DrafterOptimizer, "muon": MuonOptimizer}
     if cfg.optimizer not in kinds:
         raise UserError(f"train.optimizer: found {cfg.optimizer!r}, want {' or '.join(kinds)}")
-    return kinds[cfg.optimizer](named_params, cfg, total_steps)
+    return kinds[cfg.optimizer](named_params, cfg, total_steps, shift=shift)
 
 
 def _master(p: nn.Parameter) -> Tensor:

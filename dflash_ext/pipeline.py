@@ -76,7 +76,9 @@ class Pipeline:
         own = len(cfg.topology.drafters)
         self.world = own * self.machines.count
         self.ranks = range(self.machines.rank * own, (self.machines.rank + 1) * own)
-        self.checkpoints = CheckpointManager(run_dir / "checkpoints", cfg.checkpoint)
+        self.checkpoints = CheckpointManager(
+            run_dir / "checkpoints", cfg.checkpoint, lambda step: self.monitor.wait_logged(step)
+        )
         self.resume = Resume()
         if resume:
             self.resume = load_resume(self.checkpoints, cfg, self.machines.count)
@@ -123,8 +125,9 @@ class Pipeline:
         if cfg.data.eval:
             self.eval_examples, _ = self._examples(cfg.data.eval)
         self.layout = BlockLayout(cfg.drafter.block_size)
+        done = (self.resume.step, self.resume.batches)
         self.planner = BatchPlanner(
-            self.examples, cfg.data, cfg.train, self.layout, self.world, self.eval_examples
+            self.examples, cfg.data, cfg.train, self.layout, self.world, self.eval_examples, done
         )
         self.fp8 = with_weights(self.target, cfg.model, self.planner, self.layer_ids)
 
@@ -235,7 +238,8 @@ class Pipeline:
     ) -> DrafterTrainLoop:
         cfg, device = self.cfg, torch.device(place)
         model.to(device)
-        optimizer = build_optimizer(list(model.named_parameters()), cfg.train, self.total_steps)
+        named, shift = list(model.named_parameters()), self.planner.schedule_shift()
+        optimizer = build_optimizer(named, cfg.train, self.total_steps, shift)
         if self.resume.tensors:
             optimizer.load_state_tensors(self.resume.part("optimizer."))
         return DrafterTrainLoop(
@@ -280,7 +284,8 @@ class Pipeline:
             queues=self.queues,
             lr_at=self.drafter_loops[0].optimizer.lr_at,
             block_size=self.layout.size,
-            train=self.cfg.train,
+            first_batch=self.planner.first_batch,
+            max_nonfinite_steps=self.cfg.train.max_nonfinite_steps,
             tokens_before=self.tokens_before,
             finished=lambda: (
                 not any(w.thread and w.thread.is_alive() for w in workers)
@@ -327,6 +332,12 @@ class Pipeline:
     def done_steps(self) -> int:
         return self.drafter_loops[0].done_steps
 
+    @property
+    def complete(self) -> bool:
+        """Whether all steps are made and, with held-out text, evaluated."""
+        evaluated = self.accept_len_after is not None or not self.eval_examples
+        return self.done_steps == self.total_steps and evaluated
+
     def _prefetch(self, worker: Worker) -> None:
         torch.set_num_threads(1)
         gpus = self.gpus()
@@ -342,9 +353,9 @@ class Pipeline:
         self.supervisor.put(self.tickets, None)
 
     def _save(self, step: int) -> None:
-        if step == self.resume.step and self.resume.meta:
-            return  # it is the checkpoint that was loaded
         loop = self.drafter_loops[0]
+        if step == self.resume.step and self.resume.meta and step not in loop.scores:
+            return  # it is the checkpoint that was loaded
         tensors = {f"model.{k}": v for k, v in loop.model.state_dict().items()}
         tensors |= {f"optimizer.{k}": v for k, v in loop.optimizer.state_tensors().items()}
         score = loop.scores.get(step)
@@ -353,6 +364,7 @@ class Pipeline:
             "data_hash": self.data_hash,
             "text": self.text.facts(),
             "world": self.world,
+            "batches": self.planner.first_batch(step),
             "cpu_threads": self.cpu_threads,
             "config": to_dict(self.cfg),
             "drafter": loop.model.spec.to_hf_config(),
@@ -376,13 +388,11 @@ class Pipeline:
     @property
     def accept_len_before(self) -> float | None:
         """Acceptance length before the first step, also in a resumed run."""
-        if self.resume.meta:
-            return self.resume.meta["accept_len_before"]
-        return self.drafter_loops[0].scores.get(0)
+        earlier = self.resume.meta.get("accept_len_before")
+        return self.drafter_loops[0].scores.get(0, earlier)
 
     @property
     def accept_len_after(self) -> float | None:
         """Acceptance length behind the last step."""
-        if self.resume.step == self.total_steps:
-            return self.resume.meta["score"]
-        return self.drafter_loops[0].scores.get(self.total_steps)
+        loaded = self.resume.meta.get("score") if self.resume.step == self.total_steps else None
+        return self.drafter_loops[0].scores.get(self.total_steps, loaded)

@@ -29,6 +29,7 @@ MAY_CHANGE = {
 }
 _META: dict[str, tuple[type, ...]] = {
     "world": (int,),
+    "batches": (int,),
     "tokens": (int,),
     "data_hash": (str,),
     "config": (dict,),
@@ -48,6 +49,11 @@ class Resume:
     drafter: DrafterSpec | None = None
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def batches(self) -> int:
+        """Batches that all drafters together have trained."""
+        return int(self.meta.get("batches", 0))
+
     def part(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names start with `prefix`, without it."""
         named = self.tensors.items()
@@ -66,13 +72,14 @@ class Resume:
 
 
 def load_resume(checkpoints: CheckpointManager, cfg: Config, processes: int = 1) -> Resume:
-    """The newest intact checkpoint; nothing, if the run was begun and ended before its first one.
+    """The newest intact checkpoint; nothing, if the run ended before its first one.
 
-    Raises UserError if there is no run, or one that is not this one.
+    Raises UserError if none is intact, or the run that was begun is not this one.
     """
     begun = checkpoints.folder.parent / "config.yaml"
-    if not checkpoints.steps() and begun.exists():
-        _check_same_run(to_dict(load_config(begun)), cfg, str(begun))
+    if not checkpoints.steps():
+        if begun.exists():
+            _check_same_run(to_dict(load_config(begun)), cfg, str(begun))
         return Resume(notes=["resume   found no checkpoint yet: from the beginning"])
     tensors, meta = checkpoints.load()
     place = f"{checkpoints.folder}, step {meta['step']}"
@@ -84,12 +91,14 @@ def load_resume(checkpoints: CheckpointManager, cfg: Config, processes: int = 1)
             )
     _check_same_run(meta["config"], cfg, place)
     world = processes * len(cfg.topology.drafters)
+    notes = []
     if meta["world"] != world:
-        raise UserError(
-            f"topology.drafters: found {world}, want {meta['world']} drafters "
-            "as in the run to resume"
+        notes.append(
+            f"resume   {meta['world']} drafters before, {world} now: goes on with the next batch, "
+            "each example once an epoch; not bit for bit what the same number would train"
         )
-    return Resume(meta["step"], tensors, meta, DrafterSpec.from_hf_config(meta["drafter"], place))
+    drafter = DrafterSpec.from_hf_config(meta["drafter"], place)
+    return Resume(meta["step"], tensors, meta, drafter, notes)
 
 
 def _check_same_run(saved: dict[str, Any], cfg: Config, place: str) -> None:

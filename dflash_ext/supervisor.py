@@ -6,6 +6,7 @@ waits wake up each ``POLL_S`` seconds and raise :class:`Stopped` once the run is
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import queue
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TypeVar
@@ -43,15 +44,25 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
-def end_at_signals() -> None:
+@contextlib.contextmanager
+def end_at_signals() -> Iterator[None]:
     """Until ``install_signal_handlers``: SIGTERM and SIGINT raise ``Interrupted``, so that files
-    half written are removed on the way out."""
+    half written are removed on the way out. At the end they do what they did before."""
 
     def handler(signum: int, _frame: FrameType | None) -> None:
         raise Interrupted(signum)
 
-    for signum in _SIGNALS:
-        signal.signal(signum, handler)
+    before = {s: signal.signal(s, handler) for s in _SIGNALS} if _gets_signals() else {}
+    try:
+        yield
+    finally:
+        for signum, earlier in before.items():
+            signal.signal(signum, earlier)
+
+
+def _gets_signals() -> bool:
+    """They are the main thread's: a run in another one is not ended by them."""
+    return threading.current_thread() is threading.main_thread()
 
 
 @dataclass
@@ -148,7 +159,7 @@ class Supervisor:
             self._signalled = True
             self.signum = signum
 
-        for signum in _SIGNALS:
+        for signum in _SIGNALS if _gets_signals() else ():
             signal.signal(signum, handler)
 
     def spawn(self, name: str, target: Callable[[Worker], None]) -> Worker:

@@ -19,7 +19,7 @@ import dflash_ext
 from dflash_ext import nonfinite
 from dflash_ext.acceptance import accept_len, prompt_lookup_lengths, text_end
 from dflash_ext.checkpoint import SaveError
-from dflash_ext.config import Config, Flags, parse_config, run_command, save_config
+from dflash_ext.config import Config, Flags, UserError, parse_config, run_command, save_config
 from dflash_ext.data.conversations import prompt_and_answer
 from dflash_ext.describe import describe
 from dflash_ext.export import check_replaceable, write_export
@@ -39,16 +39,21 @@ def main(argv: list[str] | None = None) -> int:
     cfg, flags = parse_config(argv)
     run_dir = _run_dir(cfg)
     saved = run_dir / "config.yaml"
-    if flags.resume and saved.exists() and not any(a.startswith("--config") for a in argv):
+    if flags.resume and not any(a.startswith("--config") for a in argv):
+        if not saved.exists():  # a mistyped name must not start the default run
+            raise UserError(
+                f"--resume: found no run in {run_dir}, want the --log.name of one, "
+                "or --config FILE to start it where there is none yet"
+            )
         cfg, flags = parse_config(["--config", str(saved), *argv])
     if flags.plan:
         plan = Plan(cfg)
         print("\n".join([*plan.lines(), "nothing was loaded, nothing was trained"]))
         plan.check_memory()
         return 0
-    end_at_signals()
     try:
         with (
+            end_at_signals(),
             join_machines(cfg.train.stall_timeout_s) as machines,
             claim(run_dir, flags.resume) if _writes(machines, flags) else nullcontext(),
         ):
@@ -88,7 +93,8 @@ def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
     pipeline.supervisor.install_signal_handlers()
     logger = None
     if _writes(machines, flags):
-        logger = RunLogger(cfg, run_dir, pipeline.total_steps, pipeline.resume.step)
+        goes_on_from = pipeline.resume.step if pipeline.resume.meta else None
+        logger = RunLogger(cfg, run_dir, pipeline.total_steps, goes_on_from)
         save_config(cfg, run_dir / "config.yaml")  # what it refuses has not begun
     try:
         monitor = pipeline.run(logger)
@@ -111,7 +117,7 @@ def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
 def _finish(pipeline: Pipeline, monitor: Monitor, seconds: float, writes: bool) -> int:
     """Writes what a run leaves behind. Raises SaveError and OSError, which names its file."""
     run_dir = pipeline.run_dir
-    complete = pipeline.done_steps == pipeline.total_steps
+    complete = pipeline.complete
     try:
         if complete and writes:
             # First: the weights are here, whatever became of their checkpoint.

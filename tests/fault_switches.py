@@ -143,7 +143,7 @@ mechanism(
 )
 mechanism(
     "signals end the loading",
-    replaced("dflash_ext.train:end_at_signals", _deaf),
+    replaced("dflash_ext.train:end_at_signals", lambda: contextlib.nullcontext(_deaf())),
     "test_faults.py::test_a_signal_while_loading_ends_the_command",
 )
 mechanism(

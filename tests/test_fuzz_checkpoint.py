@@ -42,6 +42,7 @@ def saved(tmp_path: Path) -> Path:
             "tokens": 5,
             "data_hash": "ab" * 32,
             "world": 1,
+            "batches": 1,
             "cpu_threads": 1,
             "config": to_dict(Config()),
             "drafter": spec.to_hf_config(),

@@ -144,7 +144,7 @@ def test_processes_that_differ_are_refused(runs: Runs) -> None:
     line = "error: train.lr: found {} in process {} of 2, want {} as in process {}"
     assert runs.stderr(0) == [line.format(0.003, 0, 0.004, 1)]
     assert runs.stderr(1) == [line.format(0.004, 1, 0.003, 0)]
-    assert not (runs.folder / "differ").exists()
+    assert not (runs.folder / "differ" / "config.yaml").exists()
 
 
 def pair(timeout_s: float) -> tuple[Machines, Machines]:

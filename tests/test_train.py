@@ -251,11 +251,6 @@ def test_bad_input_is_one_line_and_exit_code_2(run, capsys, flag: str, expected:
     assert expected in err
 
 
-def test_resume_without_a_checkpoint_is_a_clear_error(run, capsys) -> None:
-    assert run("a", "--resume") == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_resume_with_other_text_is_refused_unless_accepted(run, tiny_jsonl, capsys) -> None:
     assert run("a") == 0
     other = tiny_jsonl(n=4, name="other.jsonl")

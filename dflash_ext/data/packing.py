@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from typing import Literal
 
 import numpy as np
@@ -89,6 +90,8 @@ class BatchPlanner:
         layout: what the slots of a block predict.
         world: drafters of all machines together.
         eval_examples: held-out examples.
+        start: (optimizer steps, batches) that are done: a run that goes on with another number of
+            drafters goes on with the next batch.
 
     Raises:
         UserError: there are no examples, or one is longer than data.token_budget.
@@ -102,6 +105,7 @@ class BatchPlanner:
         layout: BlockLayout,
         world: int,
         eval_examples: Sequence[Example] | None = None,
+        start: tuple[int, int] = (0, 0),
     ) -> None:
         if not examples:
             raise UserError("data.train: found no examples, want at least one")
@@ -113,6 +117,7 @@ class BatchPlanner:
         self._layout = layout
         self.world = world
         self.batches_per_step = train_cfg.grad_accum * world
+        self._start_step, self._start_batch = start
         weights = examples.weights if isinstance(examples, Corpus) else ()
         self._batches = EpochBatches(self._data.lengths, self._token_budget, self._seed, weights)
         self._label_offsets = layout.label_offsets().numpy()
@@ -130,15 +135,19 @@ class BatchPlanner:
         )
 
     def step_plans(self, step: int) -> list[BatchPlan]:
-        """The grad_accum * W plans of optimizer step `step` (from 0), with the step's weight_sum.
+        """The grad_accum * W plans of optimizer step `step`, with the step's weight_sum.
 
         With D-PACE the weights are only known on the device; the denominator is then the number
         of supervised slots.
         """
-        first = step * self.batches_per_step
+        first = self.first_batch(step)
         plans = [self.batch(first + i) for i in range(self.batches_per_step)]
         weight_sum = torch.tensor(sum(map(self._weight_sum, plans)), dtype=torch.float32)
         return [replace(plan, weight_sum=weight_sum) for plan in plans]
+
+    def first_batch(self, step: int) -> int:
+        """The first batch id of optimizer step `step`: how many are done before it."""
+        return self._start_batch + (step - self._start_step) * self.batches_per_step
 
     def total_steps(self) -> int:
         """train.steps, or the steps that go through all batches of train.epochs epochs.
@@ -148,7 +157,18 @@ class BatchPlanner:
         """
         if self._train.steps is not None:
             return self._train.steps
-        return -(-self._batches.first_id(self._train.epochs) // self.batches_per_step)
+        left = self._batches.first_id(self._train.epochs) - self._start_batch
+        return self._start_step + -(-left // self.batches_per_step)
+
+    def schedule_shift(self) -> Fraction:
+        """What to add to a step to get its place in the schedule of the learning rate.
+
+        With train.epochs a schedule follows the data: its unit is a step of as many drafters as
+        there are now. With train.steps, and where their number never changed, it is 0.
+        """
+        if self._train.steps is not None:
+            return Fraction(0)
+        return Fraction(self._start_batch, self.batches_per_step) - self._start_step
 
     def eval_plans(self) -> list[BatchPlan]:
         """Plans of the held-out examples: every valid anchor, weight 1 on supervised slots.

@@ -109,7 +109,9 @@ class DrafterTrainLoop:
         self.graphs: GraphedCalls[tuple[list[LossStats], Tensor | None]] | None = None
         self.nonfinite = NonfiniteLog(self.device)
         self.marks: deque[Mark] = deque()
-        self.evals: deque[tuple[int, list[list[int]]]] = deque()
+        # By step; None: left out, because a signal ended the run. And the last step with a row.
+        self.evals: deque[tuple[int, list[list[int]] | None]] = deque()
+        self.last_row = -1
         self.scores: dict[int, float] = {}
         self.best_score = best_score
 
@@ -221,7 +223,10 @@ class DrafterTrainLoop:
     def _publish(self, done: int, stopping: bool = False) -> None:
         """Sends off what was counted since the last row, also when a signal ends the run early."""
         logged = done % self.cfg.log.every == 0 or done == self.steps.stop
+        # A row ends where a run may go on from, so that none is cut in two by a kill.
+        logged |= self._save_is_due(done) or done in self.eval_steps
         if logged != stopping and done > self.steps.start:
+            self.last_row = done
             self.nonfinite.send()
             busy, now = self.clock.seconds, time.perf_counter()
             self.marks.append(Mark(done, self.tokens, busy, self.paused_s, now))
@@ -229,11 +234,16 @@ class DrafterTrainLoop:
 
     def _maybe_save(self, done: int) -> None:
         """Between steps, behind the evaluation, whose score belongs to the checkpoint."""
-        every = self.cfg.checkpoint.every
-        due = bool(every) and done % every == 0
+        due = self._save_is_due(done)
         best = self._is_best(done) and self.cfg.checkpoint.keep_best
-        if self.save is not None and (due or best) and done != self.steps.start:
+        # A run that goes on has saved that step; what it may not have done is to evaluate it.
+        new = done > self.steps.start or (done > 0 and done in self.scores)
+        if self.save is not None and (due or best) and new:
             self.save(done)
+
+    def _save_is_due(self, done: int) -> bool:
+        every = self.cfg.checkpoint.every
+        return bool(every) and done % every == 0
 
     def _is_best(self, step: int) -> bool:
         """Whether the evaluation of this step, if there was one, is the best so far."""
@@ -253,6 +263,7 @@ class DrafterTrainLoop:
             worker.at(f"step {step}, evaluation batch {i}")
             # Where other drafters have begun the step, it is made: behind its evaluation
             if self.supervisor.signum is not None and not self.supervisor.begin_step(step):
+                self.evals.append((step, None))
                 return
             slot = self.hs_queue.get()
             assert slot.ticket is not None and slot.ticket.kind == "eval"
@@ -269,3 +280,4 @@ class DrafterTrainLoop:
         torch.set_num_threads(self.cpu_threads)
         self.scores[step] = accept_len(lengths)
         self.evals.append((step, lengths))
+        self.last_row = max(self.last_row, step)
