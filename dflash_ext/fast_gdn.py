@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,6 +28,7 @@ __all__ = [
     "disable_fla_tensor_cache",
     "find_gdn_kernels",
     "gdn_modules",
+    "isolate_autotuner",
     "profile_kernels",
     "prove_gdn_kernels",
 ]
@@ -76,6 +78,9 @@ def find_gdn_kernels(load: Callable[[str], Any] = importlib.import_module) -> Gd
             "'dflash-ext[fla]', or set false"
         )
     disable_fla_tensor_cache()
+    autotuner = _attribute(load, "triton.runtime.autotuner", "Autotuner")
+    if autotuner is not None:
+        isolate_autotuner(autotuner)
     norm = _attribute(load, "fla.modules.fused_norm_gate", "rms_norm_gated")
     norm_gated = None if norm is None else _fla_norm_gated(norm)
     convolution = _attribute(load, "causal_conv1d", "causal_conv1d_fn")
@@ -134,6 +139,32 @@ def disable_fla_tensor_cache() -> None:
     os.environ["FLA_DISABLE_TENSOR_CACHE"] = "1"  # for parts that are not imported yet
     if (utils := sys.modules.get("fla.utils")) is not None:
         setattr(utils, "FLA_DISABLE_TENSOR_CACHE", True)  # noqa: B010 (no stubs declare it)
+
+
+def isolate_autotuner(autotuner: type) -> None:
+    """Let Triton's autotuner keep the arguments of a call for each thread by itself.
+
+    They are attributes that all threads share, set when a call begins and None when it ends:
+    another thread's end makes even a tuned kernel fail ('NoneType' object is not a mapping).
+    """
+    for name in ("nargs", "restore_copies"):
+        setattr(autotuner, name, _OfThread(name))
+
+
+class _OfThread:
+    """An attribute with a value for each object and thread; None before the first one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"_{name}_of_thread"
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return getattr(self._values(owner), "value", None)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        self._values(owner).value = value
+
+    def _values(self, owner: Any) -> threading.local:
+        return owner.__dict__.setdefault(self._name, threading.local())
 
 
 def check_convolution(kernels: GdnKernels, device: torch.device) -> None:

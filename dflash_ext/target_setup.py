@@ -15,6 +15,9 @@ from dflash_ext.target import Target
 from dflash_ext.target_fast import fuse_target
 
 Shape = tuple[int, int]
+MOST_PASSES = 16  # of full size, for one target
+HYBRID_RANGE = 1024  # tokens
+SHORT = 64  # tokens of a row: one chunk of the gated delta rule
 
 
 def fuse(target: Target) -> None:
@@ -43,16 +46,24 @@ def copies(target: Target, entries: Sequence[str]) -> dict[str, Target]:
     return {entries[0]: target} | {entry: target.copy_to(entry) for entry in others}
 
 
-def representative_shapes(shapes: Iterable[Shape]) -> list[Shape]:
+def representative_shapes(shapes: Iterable[Shape], hybrid: bool = False) -> list[Shape]:
     """The shapes [B, S] to warm up with, largest first: the largest of each kind.
 
-    Kinds are what Triton compiles kernels anew for: sizes that are 1, or divisible by 16.
+    Kinds are what Triton compiles kernels anew for: sizes that are 1, or divisible by 16. Kernels
+    of flash-linear-attention (`hybrid` targets) are also tuned for each number of rows, for which
+    short ones will do, and for ranges of B * S.
     """
-    largest: dict[tuple[bool, ...], Shape] = {}
-    for shape in sorted(shapes):
-        kind = (shape[0] == 1, shape[0] % 16 == 0, shape[1] % 16 == 0)
-        largest[kind] = max(largest.get(kind, shape), shape, key=_order)
-    return sorted(largest.values(), key=_order, reverse=True)
+    shapes = sorted(shapes)
+    largest: dict[tuple[int, ...], Shape] = {}
+    for rows, length in shapes:
+        size = rows * length // HYBRID_RANGE if hybrid else 0
+        kind = (rows == 1, rows % 16 == 0, length % 16 == 0, size)
+        largest[kind] = max(largest.get(kind, (0, 0)), (rows, length), key=_order)
+    chosen = sorted(largest.values(), key=_order, reverse=True)[:MOST_PASSES]
+    if hybrid:
+        short = {rows for rows, _ in shapes} - {rows for rows, _ in chosen}
+        chosen += [(rows, SHORT) for rows in sorted(short, reverse=True)]
+    return chosen
 
 
 def _order(shape: Shape) -> tuple[int, Shape]:
@@ -76,8 +87,10 @@ def warm_up(
     race when cold) and while there is most memory to spare. Call it before slots and drafters are
     allocated.
     """
-    chosen, lines = representative_shapes(shapes), []
+    shapes, lines = list(shapes), []
     for entry, target in targets.items():
+        # What was tuned for the first target holds for its copies.
+        chosen = representative_shapes(shapes, hybrid=target.gdn_kernels is not None)
         if not needs_warm_up(target.device) or not chosen:
             continue
         start = time.perf_counter()

@@ -3,6 +3,7 @@
 import sys
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dflash_ext.fast_gdn import (
     disable_fla_tensor_cache,
     find_gdn_kernels,
     gdn_modules,
+    isolate_autotuner,
     prove_gdn_kernels,
 )
 
@@ -151,3 +153,68 @@ def test_proof_by_kernel_names() -> None:
         prove_gdn_kernels(["gemm", conv])
     with pytest.raises(UserError, match="found none that is a fused causal convolution"):
         prove_gdn_kernels([rule, "conv_depthwise2d_forward_kernel"])
+
+
+class SharedArguments:
+    """What Triton's autotuner does with the arguments of a call (as of 3.8)."""
+
+    def __init__(self) -> None:
+        self.nargs: dict | None = None
+
+    def run(self, *args: int, between=lambda: None) -> dict:
+        self.nargs = dict(zip("ab", args, strict=False))
+        between()
+        found = {**self.nargs}
+        self.nargs = None
+        return found
+
+
+def test_threads_do_not_share_the_arguments_of_a_tuned_kernel() -> None:
+    def meet(kernel: SharedArguments) -> dict:
+        def other_call() -> None:
+            with ThreadPoolExecutor() as pool:
+                assert pool.submit(kernel.run, 3, 4).result() == {"a": 3, "b": 4}
+
+        return kernel.run(1, 2, between=other_call)
+
+    kernel = SharedArguments()
+    with pytest.raises(TypeError, match="not a mapping"):
+        meet(kernel)
+    isolate_autotuner(SharedArguments)
+    assert meet(kernel) == {"a": 1, "b": 2}
+    assert meet(SharedArguments()) == {"a": 1, "b": 2}
+    assert kernel.nargs is None
+
+
+def test_the_autotuner_of_triton_in_threads() -> None:
+    tuner_module = pytest.importorskip("triton.runtime.autotuner")
+    isolate_autotuner(tuner_module.Autotuner)
+    busy: list[bool] = []
+
+    class Kernel:
+        """A jitted function as far as the autotuner looks."""
+
+        arg_names = ["x", "n"]
+        fn = staticmethod(lambda x, n: None)
+
+        def run(self, x: int, n: int, **kwargs: object) -> int:
+            return x
+
+    class Configs(list):
+        """Asked for its length when a call has noted its arguments: then another call comes."""
+
+        def __len__(self) -> int:
+            if not busy:
+                busy.append(True)
+                with ThreadPoolExecutor() as pool:
+                    assert pool.submit(tuner.run, 3, 4, grid=(1,)).result() == 3
+            return super().__len__()
+
+    configs = Configs(tuner_module.Config({}, num_warps=w) for w in (1, 2))
+    tuner = tuner_module.Autotuner(
+        Kernel(), ["x", "n"], None, ["n"], None, None, do_bench=lambda f, quantiles: [1.0] * 3
+    )
+    tuner.configs = configs
+    for n in (4, 4, 5):  # tuned by then, and not
+        busy.clear()
+        assert tuner.run(1, n, grid=(1,)) == 1

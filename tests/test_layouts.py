@@ -138,12 +138,28 @@ def test_shapes_are_those_of_the_batches(run: TinyRun, monkeypatch: pytest.Monke
     assert planned == [forwarded]  # the epoch's and the evaluation's
 
 
+def test_hybrid_targets_are_tuned_for_every_number_of_rows() -> None:
+    shapes = [(12, 4096), (12, 4000), (13, 3781), (20, 2455), (24, 100)]
+    full = [(13, 3781), (12, 4096), (20, 2455), (12, 4000), (24, 100)]
+    assert representative_shapes(shapes, hybrid=True) == full
+    assert representative_shapes([*shapes, (21, 2335), (7, 7)], hybrid=True) == [
+        *full,  # (21, 2335) is of the range of (20, 2455)
+        (7, 7),
+        (21, 64),
+    ]
+    many = [(rows, 1024) for rows in range(2, 40)]
+    chosen = representative_shapes(many, hybrid=True)
+    assert chosen[0] == (39, 1024) and len([s for s in chosen if s[1] == 1024]) == 16
+    assert {rows for rows, _ in chosen} == set(range(2, 40))
+
+
 class FakeTarget:
     """Records the inputs of its passes."""
 
     device = torch.device("cpu")
     devices = (device,)
     info = type("Info", (), {"vocab_size": 7})
+    gdn_kernels = None
 
     def __init__(self, log: list) -> None:
         self.log = log
