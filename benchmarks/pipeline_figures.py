@@ -24,9 +24,9 @@ ANCHOR_STEP = 64  # to which a chosen number of anchors is rounded, where it is 
 class Rate:
     """One stage in one phase, all its workers together.
 
-    tokens_per_s: the sum over the workers. busy: mean share of the time at work. step_s: mean
-    seconds between the ends of a worker's batches. exposed_s: of a step, between the end of the
-    backward pass and the update: the gradients' sum, as far as nothing hides it.
+    tokens_per_s: the sum over the workers. busy: mean share of the time from a batch's start to its
+    end. step_s: mean seconds between the ends of a worker's batches. exposed_s: of a step, between
+    the end of the backward pass and the update: the gradients' sum, as far as nothing hides it.
     """
 
     tokens_per_s: float
@@ -51,7 +51,7 @@ def rate(workers: Iterable[Sequence[Timed]], *, skip: int = 1, skip_last: int = 
             raise RuntimeError(f"found {len(timed)} batches of a phase, want at least {least}")
         span = kept[-1].end - kept[0].end
         tokens.append(sum(t.batch.tokens for t in kept[1:]) / span)
-        busy.append(sum(t.busy for t in kept[1:]) / span)
+        busy.append(sum(t.end - t.start for t in kept[1:]) / span)
         steps.append(span / (len(kept) - 1))
         exposed.append(statistics.fmean(t.end - t.start - t.busy for t in kept[1:]))
         count += len(kept) - 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_pipeline, bench_target, pipeline_figures, trace
+from benchmarks import bench_pipeline, bench_target, pipeline_figures, pipeline_table, trace
 from benchmarks.pipeline_figures import Balance, metrics_cost, rate
 from benchmarks.pipeline_phases import Batch, Phase, Schedule, Timed
 
@@ -41,6 +41,13 @@ def test_toy_run_measures_every_phase(tmp_path: Path) -> None:
         assert found["memory"]["rss_gib"] > 0.05
     few, many = (report[name]["anchors"] for name in ("target-bound", "drafter-bound"))
     assert few <= many
+
+    words = pipeline_table.markdown([report])
+    assert f"| cpu cpu -> cpu cpu | target-bound | {few} |" in words
+    assert "the weights of all drafters are equal bit for bit" in words
+    assert "calls that wait, in three profiled steps: none" in words
+    shortened = {key: value for key, value in report.items() if key in ("conditions", "kernels")}
+    assert "target-bound" not in pipeline_table.markdown([shortened])  # of a run that was cut short
 
     profile = trace.load(tmp_path / "trace.json.gz")
     found_lanes = trace.lanes(profile)
