@@ -44,17 +44,22 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x [..., K] times the transpose of weight [N, K] (e4m3) * scale [N]: [..., N] in x's dtype."""
     rows, row_scale = quantise_rows(x.reshape(-1, x.shape[-1]))
     if x.is_cuda:
-        out = torch._scaled_mm(
-            rows,
-            weight.t(),
-            scale_a=row_scale,
-            scale_b=scale[None],
-            out_dtype=x.dtype,
-            use_fast_accum=True,
-        )
+        out = scaled_product(rows, row_scale, weight, scale).to(x.dtype)
     else:
         out = F.linear(rows.float() * row_scale, weight.float() * scale[:, None]).to(x.dtype)
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def scaled_product(rows: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """torch's product of rows [M, K] * row_scale [M, 1] and weight [N, K] * scale [N], in bf16."""
+    return torch._scaled_mm(
+        rows,
+        weight.t(),
+        scale_a=row_scale,
+        scale_b=scale[None],
+        out_dtype=torch.bfloat16,  # the only one with a scale for each row
+        use_fast_accum=True,
+    )
 
 
 class Fp8Linear(nn.Module):

@@ -11,7 +11,15 @@ from tiny_run import TinyRun
 from torch import nn
 
 from dflash_ext.config import Config, UserError
-from dflash_ext.fp8 import E4M3, Fp8Linear, check_weights, fp8_linear, quantise, quantise_rows
+from dflash_ext.fp8 import (
+    E4M3,
+    Fp8Linear,
+    check_weights,
+    fp8_linear,
+    quantise,
+    quantise_rows,
+    scaled_product,
+)
 from dflash_ext.target import Target, load_target
 from dflash_ext.target_fast import fuse_target
 
@@ -69,6 +77,17 @@ def test_a_linear_layer_within_the_error_of_its_format() -> None:
     assert 0.02 < relative(got, want) < 0.05
     assert not list(p for p in layer.parameters() if p.requires_grad)
     assert layer.state_dict()["weight"].dtype == E4M3
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_the_product_of_torch_is_that_of_the_same_numbers(merged: bool) -> None:
+    x = torch.randn(9, 64).bfloat16()
+    weight, scale = quantise_rows(torch.randn(48, 64))
+    if merged:  # as the weight of fused projections lies in memory
+        weight = torch.cat([weight[:16], weight[16:]]).as_strided((48, 64), (64, 1))
+    rows, row_scale = quantise_rows(x)
+    want = fp8_linear(x, weight, scale[:, 0])
+    assert relative(scaled_product(rows, row_scale, weight, scale[:, 0]), want) < 5e-3
 
 
 @pytest.mark.skipif(not has_fp8, reason="no GPU with FP8")

@@ -169,6 +169,18 @@ def test_the_warm_up_is_said_and_gives_its_memory_back(run: Run, capsys) -> None
     assert "\nwarm-up  cuda:0: " in capsys.readouterr().out
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no FP8"
+)
+def test_a_target_in_fp8(run: Run, tmp_path: Path) -> None:
+    assert run("fp8", "--model.weights=fp8") == 0
+    assert run("again", "--model.weights=fp8") == 0
+    assert_same(tmp_path / "fp8", tmp_path / "again")
+    facts = json.loads((tmp_path / "fp8" / "summary.json").read_text())["fp8"]
+    assert facts["linears"] == 42 and facts["argmax_agreement"] > 0.5
+    assert all(0.005 < error < 0.2 for error in facts["relative_error"].values())
+
+
 @needs_two
 @pytest.mark.parametrize("drafter", [0, 1])
 @pytest.mark.parametrize("late", [False, True])
