@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 
 #include "check.h"
+#include "divergence.h"
 
 namespace dflash::loss {
 
@@ -23,12 +25,24 @@ struct Arguments {
 };
 
 struct Options {
-  double ce_weight, kl_weight, cap_lambda;
+  double ce_weight, kl_weight;
+  Divergence kl;
+  double cap_lambda;
   std::optional<double> dpace_alpha, softcap;
   double logit_scale;
   int64_t chunk_rows;
   bool need_grad;
 };
+
+// kNone with a weight of 0.
+inline Divergence divergence_of(std::string_view kl, double kl_weight) {
+  const bool known = kl == "forward" || kl == "reverse" || kl == "js" || kl == "tv";
+  TORCH_CHECK(known, "kl: found ", kl, ", want forward, reverse, js or tv");
+  if (kl_weight == 0) return Divergence::kNone;
+  if (kl == "forward") return Divergence::kForward;
+  if (kl == "reverse") return Divergence::kReverse;
+  return kl == "js" ? Divergence::kJs : Divergence::kTv;
+}
 
 // The size of the vocabulary.
 inline int64_t check_draft_loss(const Arguments& arguments, const Options& options,

@@ -44,6 +44,7 @@ TORCH_LIBRARY(dflash_ext, m) {
       "Tensor? teacher_index=None, *, "
       "float ce_weight=1.0, "
       "float kl_weight=0.0, "
+      "str kl=\"forward\", "
       "float cap_lambda=0.0, "
       "float? dpace_alpha=None, "
       "float? softcap=None, "

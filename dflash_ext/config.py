@@ -206,8 +206,9 @@ class TrainConfig:
     kl_weight: float = _doc(
         0.0, "weight of the KL divergence to the target's distribution", at_least=0
     )
-    kl: Literal["forward"] = _doc(
-        "forward", "direction of the KL divergence: KL(target || drafter)"
+    kl: Literal["forward", "reverse", "js", "tv"] = _doc(
+        "forward",
+        "forward KL(target || drafter), reverse, js (Jensen-Shannon) or tv (total variation)",
     )
     cap_lambda: float = _doc(0.0, "weight of the entropy of correct proposals", at_least=0)
     dpace_alpha: float | None = _doc(

@@ -43,6 +43,10 @@ def validate(cfg: Config, *, devices: bool = True) -> None:
     _check_weights(cfg)
     _check_hidden_states(cfg)
     train = cfg.train
+    if train.kl != "forward" and train.kl_weight == 0:
+        raise UserError(
+            f"train.kl_weight: found 0 with train.kl {train.kl}, want the weight of that divergence"
+        )
     if train.prefix_weight_base is not None and cfg.drafter.block_size < 3:
         raise UserError(
             f"drafter.block_size: found {cfg.drafter.block_size} with train.prefix_weight_base, "

@@ -8,10 +8,12 @@ import torch
 
 from dflash_ext.config import to_dict
 from dflash_ext.drafter.init import start_differences
+from dflash_ext.drafter.loss import dead_row_share
 
 if TYPE_CHECKING:
     from dflash_ext.pipeline import Pipeline
 
+SAMPLED_BATCHES = 8  # planned ahead to tell how full batches are
 # Fields of drafter and train that may differ from machine to machine.
 MAY_DIFFER = {
     *("drafter.init_from", "train.recompute", "train.cuda_graph", "train.stall_timeout_s"),
@@ -43,14 +45,21 @@ def describe(run: Pipeline) -> list[str]:
         *run.cache_lines,
         f"plan     {run.total_steps} steps of {cfg.train.grad_accum * run.world} batches, "
         f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each, "
-        f"{run.planner.padding_share():.1%} padding, {run.dead_row_share():.1%} of the loss's rows "
-        f"without a weight; {len(run.eval_examples)} held-out texts",
+        f"{run.planner.padding_share():.1%} padding, {loss_rows(run)}; "
+        f"{len(run.eval_examples)} held-out texts",
         *_machine_lines(run),
         f"threads  targets {cfg.topology.targets}, drafters {cfg.topology.drafters}, "
         f"{run.cpu_threads} CPU thread(s) each",
         f"memory   target {target_bytes * mib:.0f} MiB, slots {slots * mib:.0f} MiB, drafter "
         f"weights, gradients and optimizer {params * per_param * len(run.ranks) * mib:.0f} MiB",
     ]
+
+
+def loss_rows(run: Pipeline) -> str:
+    """How much of what a GPU's loss projects is for nothing, in the first batches."""
+    train, plans = run.cfg.train, map(run.planner.batch, range(SAMPLED_BATCHES))
+    share = dead_row_share(plans, train.anchor_group, train.loss_chunk_rows)
+    return f"{share:.1%} of the loss's rows without a weight"
 
 
 def _machine_lines(run: Pipeline) -> list[str]:

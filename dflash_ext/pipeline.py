@@ -22,10 +22,10 @@ from dflash_ext.data.check import describe_data
 from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load_examples
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
 from dflash_ext.data.sources import text_files
-from dflash_ext.describe import common_facts
+from dflash_ext.describe import common_facts, loss_rows
 from dflash_ext.drafter.init import init_from_folder, start_spec
 from dflash_ext.drafter.loop import DrafterTrainLoop
-from dflash_ext.drafter.loss import Objective, dead_row_share
+from dflash_ext.drafter.loss import Objective
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead, drafter_spec
 from dflash_ext.export import check_tensors
 from dflash_ext.fp8 import check_weights
@@ -47,7 +47,6 @@ from dflash_ext.target_setup import copies, fuse, warm_up, with_weights
 from dflash_ext.text_check import check_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SAMPLED_BATCHES = 8  # planned ahead to tell how full batches are
 
 
 class Pipeline:
@@ -320,13 +319,8 @@ class Pipeline:
         """What the model will see. Raises UserError for a mask that cannot be meant."""
         share = self.planner.padding_share()
         lines = describe_data(self.examples, self.data_report, self.tokenizer, share)
-        lines += ["", f"{self.dead_row_share():.1%} of the loss's rows without a weight"]
+        lines += ["", loss_rows(self)]
         return [*lines, *self.text.lines(), *self.cache_lines]
-
-    def dead_row_share(self) -> float:
-        """Share of rows that a GPU's loss projects for nothing, in the first batches."""
-        plans, train = map(self.planner.batch, range(SAMPLED_BATCHES)), self.cfg.train
-        return dead_row_share(plans, train.anchor_group, train.loss_chunk_rows)
 
     @property
     def done_steps(self) -> int:

@@ -28,6 +28,11 @@ OPTIONS = [
     {"dpace_alpha": 0.0, "chunk_rows": 5},
     {"logit_scale": 0.25, "valid_vocab": 991},
     EVERYTHING,
+    {"ce_weight": 0.0, "kl_weight": 1.0, "kl": "reverse"},
+    {"kl_weight": 0.7, "kl": "js", "cap_lambda": 2.0},
+    {"kl_weight": 0.7, "kl": "tv", "softcap": 3.0},
+    EVERYTHING | {"kl": "reverse"},
+    EVERYTHING | {"kl": "js"},
 ]
 
 

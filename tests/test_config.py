@@ -263,6 +263,7 @@ def test_print_config_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFix
         ("--train.lr 0", "train.lr: found 0.0, want more than 0"),
         ("--train.lr -1", "train.lr: found -1.0, want more than 0"),
         ("--train.lr .inf", "train.lr: found inf, want a finite number"),
+        ("--train.kl reverse", "train.kl_weight: found 0 with train.kl reverse, want the weight"),
         ("--train.gamma nan", "train.gamma: found nan, want a finite number"),
         ("--train.cap_lambda -0.1", "train.cap_lambda: found -0.1, want at least 0"),
         ("--train.dpace_alpha 1.1", "dpace_alpha: found 1.1, want at least 0 and at most 1"),

@@ -21,7 +21,7 @@ from draft_loss_cases import (
 from torch import Tensor
 
 from dflash_ext.ops import draft_loss
-from dflash_ext.ops.draft_loss import draft_loss_stats
+from dflash_ext.ops.draft_loss import DIVERGENCES, draft_loss_stats
 from dflash_ext.ops.draft_loss.naive import dpace_weights, draft_loss_stats_naive
 from dflash_ext.ops.metric_add import WORD, new_accumulator
 
@@ -38,9 +38,10 @@ def test_matches_naive_in_fp64(options: dict, dtype: torch.dtype, limit: float) 
 
 @pytest.mark.parametrize("vocab", [1, 2, 31, 32, 33, 1023, 1025, 4097])
 @pytest.mark.parametrize("blocks, slots, width", [(1, 2, 1), (3, 4, 7), (9, 16, 64)])
-def test_sizes(vocab: int, blocks: int, slots: int, width: int) -> None:
+@pytest.mark.parametrize("kl", DIVERGENCES)
+def test_sizes(vocab: int, blocks: int, slots: int, width: int, kl: str) -> None:
     case = make_case(blocks, slots, width, vocab, torch.float32)
-    options = {"kl_weight": 0.5, "cap_lambda": 0.5}
+    options = {"kl_weight": 0.5, "cap_lambda": 0.5, "kl": kl}
     wanted = case.run(draft_loss_stats_naive, torch.float64, **options)
     found = case.run(draft_loss_stats, torch.float32, **options)
     assert found["rank"].equal(wanted["rank"])
@@ -95,7 +96,10 @@ def test_naive_dpace_is_the_formula() -> None:
             torch.testing.assert_close(row[j], torch.as_tensor(wanted, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("options", [{}, {"kl_weight": 0.7, "cap_lambda": 0.5, "softcap": 4.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, *({"kl_weight": 0.7, "cap_lambda": 0.5, "softcap": 4.0, "kl": kl} for kl in DIVERGENCES)],
+)
 def test_gradcheck(options: dict) -> None:
     case = make_case(3, 3, 5, 11, torch.float64)
     if "kl_weight" in options:
@@ -323,8 +327,8 @@ def test_teacher_equal_to_drafter_has_no_kl() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     case = make_case(3, 4, 8, 50, torch.float32)
-    with pytest.raises(ValueError, match="kl: found 'reverse', want 'forward'"):
-        draft_loss(*arguments(case), kl="reverse")
+    with pytest.raises(ValueError, match="kl: found 'rkl', want forward, reverse, js, tv"):
+        draft_loss(*arguments(case), kl="rkl")
     with pytest.raises(ValueError, match="kl_weight"):
         draft_loss(*arguments(case), kl_weight=1.0)
     frozen = dataclasses.replace(case, weight=case.weight.clone().requires_grad_())

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -100,8 +101,8 @@ Outputs draft_loss_impl(const at::Tensor& hidden, const at::Tensor& weight, int6
   const at::TensorOptions acc = hidden.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   const int64_t blocks = hidden.size(0), block_size = hidden.size(1), width = hidden.size(2);
   const int64_t count = rows.slots.size(), slots = blocks * block_size;
-  const RowOptions o{options.ce_weight, options.kl_weight, options.cap_lambda,
-                     options.softcap.value_or(0), options.need_grad};
+  const RowOptions o{options.ce_weight,           options.kl_weight, options.cap_lambda,
+                     options.softcap.value_or(0), options.need_grad, options.kl};
   if (o.need_grad) rows.gradient = at::empty({count, width}, acc);
   if (count > 0) {
     run_tasks<acc_t>(rows, weight, vocab, o, options.logit_scale, options.chunk_rows);
@@ -156,12 +157,14 @@ Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight, const
                        const at::Tensor& rows, const at::Tensor& n_rows,
                        const std::optional<at::Tensor>& teacher_hidden,
                        const std::optional<at::Tensor>& teacher_index, double ce_weight,
-                       double kl_weight, double cap_lambda, std::optional<double> dpace_alpha,
-                       std::optional<double> softcap, double logit_scale, int64_t chunk_rows,
-                       std::optional<int64_t> valid_vocab, bool need_grad) {
+                       double kl_weight, std::string_view kl, double cap_lambda,
+                       std::optional<double> dpace_alpha, std::optional<double> softcap,
+                       double logit_scale, int64_t chunk_rows, std::optional<int64_t> valid_vocab,
+                       bool need_grad) {
   CHECK_CPU(hidden);
-  const Options options{ce_weight, kl_weight,   cap_lambda, dpace_alpha,
-                        softcap,   logit_scale, chunk_rows, need_grad};
+  const Options options{ce_weight,   kl_weight,   divergence_of(kl, kl_weight),
+                        cap_lambda,  dpace_alpha, softcap,
+                        logit_scale, chunk_rows,  need_grad};
   const int64_t vocab = check_draft_loss(
       {hidden, weight, labels, weights, weight_sum, rows, n_rows, teacher_hidden, teacher_index},
       options, valid_vocab);

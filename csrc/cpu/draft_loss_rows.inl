@@ -2,6 +2,8 @@
 // into tiles of the vocabulary, whose length is padded with kPadding to a multiple of kRowPad.
 
 #include "simd.inl"
+//
+#include "divergence.inl"
 
 // Soft cap in place, then the padding, which the head did not write.
 template <typename T>
@@ -84,18 +86,45 @@ int64_t count_before(const T* z, const TileShape& tile, int64_t label, T label_l
   return total;
 }
 
+// Sums over a tile of a divergence's values and of its slopes times q, for a row whose sums are
+// known.
+template <typename T, Divergence kKind>
+DivergenceSums compare_tile(const T* z, const T* t, const TileShape& tile, const RowGradient& row) {
+  const T max = row.max, inverse = 1 / row.exp, teacher_max = row.teacher_max;
+  const T teacher = row.teacher, shift = row.log_ratio;
+  Vec<T> value = {}, slope = {};
+  for (int64_t i = 0; i < tile.padded; i += kLanes<T>) {
+    const Vec<T> u = load(z + i) - max, v = load(t + i) - teacher_max;
+    const Vec<T> q = exp_nonpositive(u) * inverse, p = exp_nonpositive(v) * teacher;
+    const auto term = divergence_term<kKind, T>(p, q, u - v + shift);
+    value += term.value;
+    slope += term.slope * q;
+  }
+  return {lane_sum<T>(value), lane_sum<T>(slope)};
+}
+
 // d := d loss / d logits of a tile, without the label's own term.
-template <typename T, bool kTeacher>
+template <typename T, Divergence kKind>
 void gradient_tile(const T* z, const T* t, const TileShape& tile, const RowGradient& row, T* d) {
   const T max = row.max, inverse = 1 / row.exp, own = row.own, cap = row.cap;
   const T entropy_shift = row.entropy - std::log(row.exp);
   const T teacher_max = row.teacher_max, teacher = row.teacher;
   const T inverse_cap = row.softcap > 0 ? 1 / row.softcap : 0;
+  const T kl_weight = row.kl_weight, shift = row.log_ratio, mean_slope = row.mean_slope;
   for (int64_t i = 0; i < tile.padded; i += kLanes<T>) {
     const Vec<T> x = load(z + i), u = x - max;
     // The entropy's gradient is -p (log p + entropy), log p = u - log(sum).
-    Vec<T> g = exp_nonpositive(u) * inverse * (own - cap * (u + entropy_shift));
-    if constexpr (kTeacher) g -= exp_nonpositive(load(t + i) - teacher_max) * teacher;
+    const Vec<T> q = exp_nonpositive(u) * inverse;
+    Vec<T> g = q * (own - cap * (u + entropy_shift));
+    if constexpr (kKind != Divergence::kNone) {
+      const Vec<T> v = load(t + i) - teacher_max, p = exp_nonpositive(v) * teacher;
+      if constexpr (kKind == Divergence::kForward) {
+        g -= p * kl_weight;
+      } else {
+        const auto term = divergence_term<kKind, T>(p, q, u - v + shift);
+        g += q * (term.slope - mean_slope) * kl_weight;
+      }
+    }
     const Vec<T> tanh = x * inverse_cap;
     store(d + i, g * (T(1) - tanh * tanh));
   }

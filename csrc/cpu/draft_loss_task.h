@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "divergence.h"
 #include "isa.h"
 
 namespace dflash::loss {
@@ -33,6 +34,7 @@ struct RowOptions {
   double ce_weight, kl_weight, cap_lambda;
   double softcap;  // 0: none
   bool need_grad;
+  Divergence kl;  // kNone: no teacher
 };
 
 // Sums over logits z with maximum max, u = z - max, and over a teacher's t, v = t - teacher_max.
@@ -69,8 +71,14 @@ struct TileSums {
 
 struct RowGradient {
   double max, exp, entropy, softcap;
-  double own, cap;              // coefficients of the drafter's p and of its entropy
-  double teacher_max, teacher;  // teacher: the coefficient of e^v
+  double own, cap;  // coefficients of the drafter's q and of its entropy
+  // With a teacher: p = teacher e^v and log q - log p = u - v + log_ratio.
+  double teacher_max, teacher, log_ratio, kl_weight;
+  double mean_slope;  // of a divergence other than forward KL: sum of q times the slope
+};
+
+struct DivergenceSums {
+  double value, slope;  // of f and of q g (divergence.inl)
 };
 
 struct RowResult {
@@ -138,7 +146,8 @@ struct Rows {
   at::Tensor gradient;                 // [n, H] in acc_t, not weighted yet; or undefined
 };
 
-// The values of one row, and the coefficients of its gradient.
+// The values of one row, and the coefficients of its gradient; those of a divergence other than
+// forward KL are not known yet.
 inline RowResult finish_row(const TileSums& sums, double label_logit, bool label_is_best,
                             const RowOptions& options, RowGradient* gradient) {
   RowResult result;
@@ -147,14 +156,21 @@ inline RowResult finish_row(const TileSums& sums, double label_logit, bool label
   result.ce = log_sum - (label_logit - sums.max);
   result.cap = label_is_best ? entropy : 0;
   result.kl = 0;
-  *gradient = {sums.max, sums.exp, entropy, options.softcap, options.ce_weight, 0, 0, 0};
+  *gradient = {};
+  gradient->max = sums.max, gradient->exp = sums.exp, gradient->entropy = entropy;
+  gradient->softcap = options.softcap;
+  gradient->own = options.ce_weight;
   if (label_is_best) gradient->cap = options.cap_lambda;
   if (sums.teacher != 0) {  // also if NaN
-    // Sum of p (log p - log q), log p = v - log(teacher) and log q = u - log(exp).
-    result.kl = (sums.teacher_v - sums.teacher_u) / sums.teacher - std::log(sums.teacher) + log_sum;
-    gradient->own += options.kl_weight;
     gradient->teacher_max = sums.teacher_max;
-    gradient->teacher = options.kl_weight / sums.teacher;
+    gradient->teacher = 1 / sums.teacher;
+    gradient->log_ratio = std::log(sums.teacher) - log_sum;
+    gradient->kl_weight = options.kl_weight;
+  }
+  if (options.kl == Divergence::kForward) {
+    // Sum of p (log p - log q), log p = v - log(teacher) and log q = u - log(exp).
+    result.kl = (sums.teacher_v - sums.teacher_u) / sums.teacher - gradient->log_ratio;
+    gradient->own += options.kl_weight;
   }
   return result;
 }
@@ -185,6 +201,7 @@ class Task {
       const bool is_best =
           mine == sums_[i].max && std::find(z, z + labels_[i], mine) == z + labels_[i];
       results_[i] = finish_row(sums_[i], mine, is_best, options_, &gradients_[i]);
+      if (options_.kl != Divergence::kNone && options_.kl != Divergence::kForward) compare_row(i);
     }
     head_.for_each_tile([&](const at::Tensor& tile, int64_t first, const TileShape& shape) {
       rank_and_differentiate(first, shape);
@@ -233,10 +250,39 @@ class Task {
     });
   }
 
+  // A divergence other than forward KL: only with the sums of a whole row are its p and q known.
+  void compare_row(int64_t i) {
+    const auto compare =
+        options_.kl == Divergence::kReverse ? KERNEL(compare_tile<acc_t, Divergence::kReverse>)
+        : options_.kl == Divergence::kJs    ? KERNEL(compare_tile<acc_t, Divergence::kJs>)
+                                            : KERNEL(compare_tile<acc_t, Divergence::kTv>);
+    for (int64_t first = 0; first < vocab_; first += kVocabTile) {
+      const int64_t ids = std::min(kVocabTile, vocab_ - first);
+      const auto part = compare(row(logits_, i, first), row(teacher_, i, first),
+                                TileShape{ids, round_up(ids, kRowPad)}, gradients_[i]);
+      results_[i].kl += part.value;
+      gradients_[i].mean_slope += part.slope;
+    }
+  }
+
+  auto gradient_kernel() const {
+    switch (options_.kl) {
+      case Divergence::kForward:
+        return KERNEL(gradient_tile<acc_t, Divergence::kForward>);
+      case Divergence::kReverse:
+        return KERNEL(gradient_tile<acc_t, Divergence::kReverse>);
+      case Divergence::kJs:
+        return KERNEL(gradient_tile<acc_t, Divergence::kJs>);
+      case Divergence::kTv:
+        return KERNEL(gradient_tile<acc_t, Divergence::kTv>);
+      default:
+        return KERNEL(gradient_tile<acc_t, Divergence::kNone>);
+    }
+  }
+
   void rank_and_differentiate(int64_t first, const TileShape& shape) {
     const auto count_before = KERNEL(count_before<acc_t>);
-    const auto differentiate = teacher_.defined() ? KERNEL(gradient_tile<acc_t, true>)
-                                                  : KERNEL(gradient_tile<acc_t, false>);
+    const auto differentiate = gradient_kernel();
     for (int64_t i = 0; i < count_; ++i) {
       const acc_t* z = row(logits_, i, first);
       const int64_t label = labels_[i] - first;

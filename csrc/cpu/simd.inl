@@ -91,6 +91,24 @@ DFLASH_INLINE Vec<double> exp_nonpositive(Vec<double> x) {
   return y;
 }
 
+// log(1 + x) for 0 <= x <= 1, within 2 ulp: 2 atanh(s) with s = x / (2 + x) <= 1/3, as a series.
+DFLASH_INLINE Vec<float> log1p_fraction(Vec<float> x) {
+  const Vec<float> s = x / (x + 2.0f), t = s * s;
+  Vec<float> p = t * (1.0f / 15) + 1.0f / 13;
+  p = p * t + 1.0f / 11;
+  p = p * t + 1.0f / 9;
+  p = p * t + 1.0f / 7;
+  p = p * t + 1.0f / 5;
+  p = p * t + 1.0f / 3;
+  return (p * t * s + s) * 2.0f;
+}
+
+DFLASH_INLINE Vec<double> log1p_fraction(Vec<double> x) {
+  Vec<double> y = {};
+  for (int64_t i = 0; i < kLanes<double>; ++i) y[i] = std::log1p(x[i]);
+  return y;
+}
+
 template <typename T>
 DFLASH_INLINE Vec<T> tanh_vec(Vec<T> x) {
   const Vec<T> size = x < T(0) ? -x : x;

@@ -14,9 +14,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 
+#include "cuda/draft_loss_divergence.cuh"
 #include "cuda/draft_loss_sm90.cuh"
 #include "draft_loss.h"
 #include "switch.h"
@@ -87,13 +89,19 @@ class Head {
 // would underflow.
 double half_gradient_scale(const Options& options) {
   constexpr double kEntropy = 16;  // bounds |log p + entropy| p
-  const double largest = std::abs(options.ce_weight) + std::abs(options.kl_weight) +
+  constexpr double kRatio = 64;    // bounds |log(q / p) - KL(q || p)| q, while logs stay below 256
+  const double kl_bound = options.kl == Divergence::kReverse ? kRatio : 1;
+  const double largest = std::abs(options.ce_weight) + kl_bound * std::abs(options.kl_weight) +
                          kEntropy * std::abs(options.cap_lambda);
   return std::exp2(std::floor(std::log2(4096 / std::max(largest, 1.0))));
 }
 
 template <typename T, typename acc_t>
-void run_rows(const RowParams<acc_t>& params, cudaStream_t stream) {
+void run_rows(Divergence kl, const RowParams<acc_t>& params, cudaStream_t stream) {
+  if (kl != Divergence::kNone && kl != Divergence::kForward) {
+    C10_CUDA_CHECK((launch_divergence_rows<T, acc_t>(kl, params, stream)));
+    return;
+  }
   const RowCoefficients& o = params.coefficients;
   if constexpr (sizeof(T) == 2) {
     auto launch =
@@ -203,7 +211,7 @@ Outputs draft_loss_impl(const Arguments& arguments, const Options& options, int6
     gather.count = row_params.count = count;
     C10_CUDA_CHECK(launch_gather(gather, stream));
     head.project(states.narrow(0, 0, parts * count), logits.narrow(0, 0, parts * count));
-    run_rows<T>(row_params, stream);
+    run_rows<T>(options.kl, row_params, stream);
     if (options.need_grad) {
       head.project_back(logits.narrow(0, 0, count), gradient.narrow(0, first, count));
     }
@@ -237,14 +245,16 @@ Outputs draft_loss_cuda(const at::Tensor& hidden, const at::Tensor& weight,
                         const at::Tensor& weight_sum, const at::Tensor& rows,
                         const at::Tensor& n_rows, const std::optional<at::Tensor>& teacher_hidden,
                         const std::optional<at::Tensor>& teacher_index, double ce_weight,
-                        double kl_weight, double cap_lambda, std::optional<double> dpace_alpha,
-                        std::optional<double> softcap, double logit_scale, int64_t chunk_rows,
-                        std::optional<int64_t> valid_vocab, bool need_grad) {
+                        double kl_weight, std::string_view kl, double cap_lambda,
+                        std::optional<double> dpace_alpha, std::optional<double> softcap,
+                        double logit_scale, int64_t chunk_rows, std::optional<int64_t> valid_vocab,
+                        bool need_grad) {
   CHECK_CUDA(hidden);
   const Arguments arguments{hidden, weight, labels,         weights,      weight_sum,
                             rows,   n_rows, teacher_hidden, teacher_index};
-  const Options options{ce_weight, kl_weight,   cap_lambda, dpace_alpha,
-                        softcap,   logit_scale, chunk_rows, need_grad};
+  const Options options{ce_weight,   kl_weight,   divergence_of(kl, kl_weight),
+                        cap_lambda,  dpace_alpha, softcap,
+                        logit_scale, chunk_rows,  need_grad};
   const int64_t vocab = check_draft_loss(arguments, options, valid_vocab);
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 64;
   TORCH_CHECK(vocab <= kMost, "weight: found ", vocab, " ids, want fewer than 2^31");

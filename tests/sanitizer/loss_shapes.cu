@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cuda/draft_loss.cuh"
+#include "cuda/draft_loss_divergence.cuh"
 #include "cuda/draft_loss_sm90.cuh"
 #include "device.h"
 
@@ -49,6 +50,16 @@ void rows_of_16_bits() {
     for (const bool teacher : {false, true}) {
       rows<T, float>(3, vocab, teacher, 0, dflash::loss::launch_loss_rows<T, float>);
     }
+  }
+}
+
+template <typename T, typename acc_t>
+void rows_of_divergences(int vocab, double softcap) {
+  using dflash::loss::Divergence;
+  for (const auto kind : {Divergence::kReverse, Divergence::kJs, Divergence::kTv}) {
+    rows<T, acc_t>(3, vocab, true, softcap, [kind](const auto& params, cudaStream_t stream) {
+      return dflash::loss::launch_divergence_rows<T, acc_t>(kind, params, stream);
+    });
   }
 }
 
@@ -126,6 +137,10 @@ int main() {
   rows_of_16_bits<__nv_bfloat16>();
   rows<float, float>(3, 1000, true, 30, dflash::loss::launch_loss_rows<float, float>);
   rows<double, double>(3, 1000, true, 30, dflash::loss::launch_loss_rows<double, double>);
+  rows_of_divergences<__half, float>(1000, 30);
+  rows_of_divergences<__nv_bfloat16, float>(40000, 0);
+  rows_of_divergences<float, float>(7, 0);
+  rows_of_divergences<double, double>(1, 30);
   int major;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "attribute");
   if (major >= 9) {

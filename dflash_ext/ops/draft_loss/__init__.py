@@ -10,7 +10,9 @@ from torch import Tensor
 from dflash_ext.ops.draft_loss.naive import accumulate_dtype
 from dflash_ext.ops.metric_add import metric_add
 
-__all__ = ["draft_loss", "draft_loss_stats"]
+__all__ = ["DIVERGENCES", "draft_loss", "draft_loss_stats"]
+
+DIVERGENCES = ("forward", "reverse", "js", "tv")  # what `kl` may be
 
 
 def draft_loss_stats(
@@ -41,8 +43,8 @@ def draft_loss_stats(
     log-sum-exp, and the used weights[A,K] those that multiplied the terms (D-PACE's if on). Slots
     outside rows[:n_rows] have terms and lse 0 and rank valid_vocab. Only loss has a gradient.
     """
-    if kl != "forward":
-        raise ValueError(f"kl: found {kl!r}, want 'forward'")
+    if kl not in DIVERGENCES:
+        raise ValueError(f"kl: found {kl!r}, want {', '.join(DIVERGENCES)}")
     if kl_weight == 0:
         teacher_hidden = teacher_index = None
     elif teacher_hidden is None or teacher_index is None:
@@ -61,6 +63,7 @@ def draft_loss_stats(
         teacher_index,
         ce_weight=ce_weight,
         kl_weight=kl_weight,
+        kl=kl,
         cap_lambda=cap_lambda,
         dpace_alpha=dpace_alpha,
         softcap=softcap,
@@ -104,7 +107,9 @@ def draft_loss(
     rows, n_rows    [R], []    flat indices of the slots to project: rows[:n_rows]
     teacher_hidden  [T, H]     target states after its final norm, with teacher_index [A, K] into T
 
-    KL is KL(p || q) with p the head's softmax of the teacher state; CAP is the entropy of the slots
+    KL is the divergence between p, the head's softmax of the teacher state, and q, that of the
+    drafter's: `kl` forward is KL(p || q), reverse KL(q || p), js Jensen-Shannon's with weights 1/2,
+    tv the total variation (`naive.divergence` has the formulas). CAP is the entropy of the slots
     whose argmax is the label; dpace_alpha replaces the weights by D-PACE's. With `metrics` (an
     accumulator of `metric_add`) the slots' terms and ranks are added to it, or only the loss if not
     `measured`; loss and gradient have the same bits either way.
@@ -113,7 +118,8 @@ def draft_loss(
     instead of raising. All chunks of `rows` are multiplied, however small n_rows is; who knows a
     bound of n_rows on the host passes rows[:bound]. In 16 bits the terms and ranks are those of the
     logits as they are stored, in 16 bits. Memory: chunk_rows x V logits, twice that with a teacher,
-    and the gradient of all rows in fp32.
+    and the gradient of all rows in fp32. Other divergences than forward take a kernel that reads a
+    row four times; it is checked without a GPU only so far.
 
     Raises ValueError for an unknown kl or a KL without teacher, and on a CPU IndexError for an
     index out of range.

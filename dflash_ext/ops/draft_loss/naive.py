@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +23,33 @@ def head_logits(
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def row_terms(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> tuple[Tensor, ...]:
+def divergence(kl: str, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The divergence [N] named `kl` between a target's p and a drafter's q, rows of logarithms.
+
+    forward  KL(p || q) = sum of p log(p / q)
+    reverse  KL(q || p)
+    js       KL(p || m) / 2 + KL(q || m) / 2 with m = (p + q) / 2 (Lin 1991), at most log 2
+    tv       sum of |p - q| / 2: 1 minus the acceptance rate of speculative sampling
+
+    All at temperature 1, as in DistillSpec (arXiv 2310.08461) and speculators' losses kl_div, rkl,
+    jsd and tv.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    if kl == "forward":
+        return (p * (log_p - log_q)).sum(-1)
+    if kl == "reverse":
+        return (q * (log_q - log_p)).sum(-1)
+    if kl == "js":
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        return (p * (log_p - log_m) + q * (log_q - log_m)).sum(-1) / 2
+    if kl == "tv":
+        return (p - q).abs().sum(-1) / 2
+    raise ValueError(f"kl: found {kl!r}, want forward, reverse, js or tv")
+
+
+def row_terms(
+    logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, kl: str = "forward"
+) -> tuple[Tensor, ...]:
     """(ce, kl, cap, rank, lse), each [N], of rows of logits [N, V] and labels [N].
 
     rank counts the ids that come before the label in (value descending, index ascending) order,
@@ -38,11 +66,10 @@ def row_terms(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> 
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     cap = torch.where(rank == 0, entropy, 0.0)
     if teacher_logits is None:
-        kl = torch.zeros_like(ce)
+        difference = torch.zeros_like(ce)
     else:
-        teacher = torch.log_softmax(teacher_logits, -1)
-        kl = (teacher.exp() * (teacher - log_probs)).sum(-1)
-    return ce, kl, cap, rank, lse
+        difference = divergence(kl, torch.log_softmax(teacher_logits, -1), log_probs)
+    return ce, difference, cap, rank, lse
 
 
 def dpace_weights(ce: Tensor, mask: Tensor, alpha: float) -> Tensor:
@@ -71,6 +98,7 @@ def draft_loss_stats_naive(
     teacher_index: Tensor | None = None,
     ce_weight: float = 1.0,
     kl_weight: float = 0.0,
+    kl: str = "forward",
     cap_lambda: float = 0.0,
     dpace_alpha: float | None = None,
     softcap: float | None = None,
@@ -96,7 +124,8 @@ def draft_loss_stats_naive(
                 x, weight, softcap=softcap, logit_scale=logit_scale, valid_vocab=vocab
             )
 
-        return row_terms(logits(states), targets, None if teacher is None else logits(teacher))
+        teacher_logits = None if teacher is None else logits(teacher)
+        return row_terms(logits(states), targets, teacher_logits, kl)
 
     student = hidden.reshape(-1, width)[picked]
     teacher = None
@@ -109,14 +138,14 @@ def draft_loss_stats_naive(
         args = (student[chunk], None if teacher is None else teacher[chunk], flat_labels[chunk])
         parts.append(checkpoint(chunk_terms, *args, use_reentrant=False))
     if parts:
-        ce, kl, cap, rank, lse = (torch.cat(column) for column in zip(*parts, strict=True))
+        ce, difference, cap, rank, lse = (torch.cat(column) for column in zip(*parts, strict=True))
     else:
-        ce = kl = cap = lse = student.to(dtype).sum(-1)
+        ce = difference = cap = lse = student.to(dtype).sum(-1)
         rank = picked
 
     slots = num_blocks * block_size
-    loss_terms = ce_weight * ce + kl_weight * kl + cap_lambda * cap
-    stacked = torch.stack([loss_terms, ce, kl, cap], -1)
+    loss_terms = ce_weight * ce + kl_weight * difference + cap_lambda * cap
+    stacked = torch.stack([loss_terms, ce, difference, cap], -1)
     all_terms = stacked.new_zeros(slots, 4).index_copy(0, picked, stacked)
     all_terms = all_terms.view(num_blocks, block_size, 4)
     all_lse = lse.detach().new_zeros(slots).index_copy(0, picked, lse.detach())
