@@ -15,7 +15,7 @@ from dflash_ext.target import Target
 from dflash_ext.target_fast import fuse_target
 
 Shape = tuple[int, int]
-MOST_PASSES = 16  # of full size, for one target
+MOST_PASSES = 6  # of full size
 HYBRID_RANGE = 1024  # tokens
 SHORT = 64  # tokens of a row: one chunk of the gated delta rule
 
@@ -47,23 +47,25 @@ def copies(target: Target, entries: Sequence[str]) -> dict[str, Target]:
 
 
 def representative_shapes(shapes: Iterable[Shape], hybrid: bool = False) -> list[Shape]:
-    """The shapes [B, S] to warm up with, largest first: the largest of each kind.
+    """The shapes [B, S] to warm up with, largest first: the largest one, then short ones.
 
-    Kinds are what Triton compiles kernels anew for: sizes that are 1, or divisible by 16. Kernels
-    of flash-linear-attention (`hybrid` targets) are also tuned for each number of rows, for which
-    short ones will do, and for ranges of B * S.
+    Triton compiles kernels anew for sizes that are 1, or divisible by 16: short rows will do. Those
+    of flash-linear-attention (`hybrid` targets) are also tuned for every B, for which they will do,
+    too, and for ranges of B * S, of which the largest are taken.
     """
-    shapes = sorted(shapes)
-    largest: dict[tuple[int, ...], Shape] = {}
+    shapes = sorted(shapes, key=_order, reverse=True)
+    if not shapes:
+        return []
+    ranges = {rows * length // HYBRID_RANGE: (rows, length) for rows, length in reversed(shapes)}
+    full = list(ranges.values())[: -MOST_PASSES - 1 : -1] if hybrid else shapes[:1]
+    short: dict[tuple[int, ...], Shape] = {}
     for rows, length in shapes:
-        size = rows * length // HYBRID_RANGE if hybrid else 0
-        kind = (rows == 1, rows % 16 == 0, length % 16 == 0, size)
-        largest[kind] = max(largest.get(kind, (0, 0)), (rows, length), key=_order)
-    chosen = sorted(largest.values(), key=_order, reverse=True)[:MOST_PASSES]
-    if hybrid:
-        short = {rows for rows, _ in shapes} - {rows for rows, _ in chosen}
-        chosen += [(rows, SHORT) for rows in sorted(short, reverse=True)]
-    return chosen
+        kind = (rows == 1, rows % 16 == 0, length % 16 == 0)
+        short.setdefault(kind, (rows, min(length, SHORT - (length % 16 > 0))))
+        if hybrid:
+            short.setdefault((rows,), (rows, min(length, SHORT)))
+    seen = dict.fromkeys(full)
+    return [*full, *sorted(set(short.values()) - seen.keys(), key=_order, reverse=True)]
 
 
 def _order(shape: Shape) -> tuple[int, Shape]:

@@ -111,10 +111,11 @@ def test_representative_shapes() -> None:
     assert representative_shapes([(3, 10)]) == [(3, 10)]
     shapes = [(1, 4096), (1, 4000), (1, 37), (12, 4096), (12, 4000), (13, 3781), (16, 3072), (5, 7)]
     assert representative_shapes(shapes) == [
-        (13, 3781),  # 49,153: neither divides by 16
-        (16, 3072),  # 49,152: both do
-        (12, 4096),  # 49,152: the length does
-        (1, 4096),
+        (13, 3781),  # the largest, 49,153 tokens
+        (16, 64),  # rows and length divide by 16
+        (13, 63),  # neither does
+        (12, 64),  # the length does
+        (1, 64),
         (1, 37),
     ]
 
@@ -138,19 +139,18 @@ def test_shapes_are_those_of_the_batches(run: TinyRun, monkeypatch: pytest.Monke
     assert planned == [forwarded]  # the epoch's and the evaluation's
 
 
-def test_hybrid_targets_are_tuned_for_every_number_of_rows() -> None:
-    shapes = [(12, 4096), (12, 4000), (13, 3781), (20, 2455), (24, 100)]
-    full = [(13, 3781), (12, 4096), (20, 2455), (12, 4000), (24, 100)]
-    assert representative_shapes(shapes, hybrid=True) == full
-    assert representative_shapes([*shapes, (21, 2335), (7, 7)], hybrid=True) == [
-        *full,  # (21, 2335) is of the range of (20, 2455)
-        (7, 7),
-        (21, 64),
-    ]
+def test_hybrid_targets_are_tuned_for_every_number_of_rows_and_range() -> None:
+    shapes = [(12, 4096), (12, 4000), (13, 3781), (20, 2455), (24, 100), (7, 7)]
+    full = [(13, 3781), (20, 2455), (12, 4000), (24, 100), (7, 7)]  # (12, 4096): range of the first
+    found = representative_shapes(shapes, hybrid=True)
+    assert found[:5] == full
+    assert {rows for rows, _ in found} == {7, 12, 13, 20, 24}
+    assert all(length <= 64 for _, length in found[5:])
     many = [(rows, 1024) for rows in range(2, 40)]
-    chosen = representative_shapes(many, hybrid=True)
-    assert chosen[0] == (39, 1024) and len([s for s in chosen if s[1] == 1024]) == 16
-    assert {rows for rows, _ in chosen} == set(range(2, 40))
+    found = representative_shapes(many, hybrid=True)
+    assert found[:6] == [(rows, 1024) for rows in range(39, 33, -1)]
+    assert {rows for rows, length in found if length == 64} == set(range(2, 40))
+    assert found == sorted(found, key=lambda s: -s[0] * s[1])
 
 
 class FakeTarget:
@@ -178,7 +178,7 @@ def test_largest_first_one_target_after_the_other_in_one_thread(
     targets: dict = {"cpu": one, "cpu+cpu": two}
     assert warm_up(targets, [(2, 3), (4, 16)], [1, 2], True) == [] and log == []  # nothing to tune
     monkeypatch.setattr(target_setup, "needs_warm_up", lambda device: True)
-    lines = warm_up(targets, [(2, 3), (4, 16), (2, 2)], [1, 2], True)
+    lines = warm_up(targets, [(2, 3), (4, 16), (2, 2)], [1, 2], True)  # (2, 2) is as (2, 3)
     thread = threading.get_ident()
     want = [((4, 16), [1, 2], True, thread), ((2, 3), [1, 2], True, thread)]
     assert [entry[1:] for entry in log] == want * 2
