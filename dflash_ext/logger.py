@@ -34,6 +34,7 @@ class RunLogger:
         total_steps: length of the whole run, earlier parts included.
         start_step: the step the run goes on from; later rows of an earlier part are cut off. None:
             it starts, without any rows.
+        resume: whether the run goes on, and with it its W&B run.
 
     Raises:
         UserError: ``log.wandb`` is on and cannot work (see ``WandbSink``).
@@ -46,6 +47,7 @@ class RunLogger:
         total_steps: int,
         start_step: int | None = None,
         *,
+        resume: bool = False,
         console: Console | None = None,
     ) -> None:
         self._console = _Console(console or Console(), total_steps, start_step or 0)
@@ -58,8 +60,11 @@ class RunLogger:
                 run_dir,
                 to_dict(cfg),
                 self._console.note,
+                resume=resume,
             )
         self._rows = MetricsFile(run_dir / "metrics.jsonl", start_step)
+        if self._wandb is not None:
+            self._wandb.start()
 
     def log(self, step: int, row: Row) -> None:
         """Writes a row; one more for the same step joins the first. Steps never go down.
@@ -77,7 +82,7 @@ class RunLogger:
         if "eval_accept_len" in row:
             self._console.note(f"step {step}: acceptance length {row['eval_accept_len']:.3f}")
         if self._wandb is not None:
-            self._wandb.log(step, row)
+            self._wandb.wake()
 
     def sync(self) -> None:
         """Returns when the rows written so far outlive a power cut; any thread."""

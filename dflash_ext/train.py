@@ -91,35 +91,39 @@ def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
     print("\n".join(describe(pipeline)), flush=True)
 
     pipeline.supervisor.install_signal_handlers()
-    logger = None
+    logger, summary = None, None
     if _writes(machines, flags):
         goes_on_from = pipeline.resume.step if pipeline.resume.meta else None
-        logger = RunLogger(cfg, run_dir, pipeline.total_steps, goes_on_from)
+        logger = RunLogger(cfg, run_dir, pipeline.total_steps, goes_on_from, resume=flags.resume)
         save_config(cfg, run_dir / "config.yaml")  # what it refuses has not begun
     try:
         monitor = pipeline.run(logger)
+        if logger is not None and pipeline.complete:
+            summary = _summary(pipeline, monitor, time.perf_counter() - start)
     except RunFailed as error:
         raise RunFailed(
             machines.explain(error) + nonfinite.explain(error.__cause__, pipeline)
         ) from error
     finally:
         if logger is not None:
-            logger.close()
-    seconds = time.perf_counter() - start
+            logger.close(summary)
     try:
-        return _finish(pipeline, monitor, seconds, writes=logger is not None)
+        return _finish(pipeline, summary)
     except OSError as error:
         raise RunFailed(
             f"{error.filename}: {error.strerror}; --resume writes it once there is room"
         ) from error
 
 
-def _finish(pipeline: Pipeline, monitor: Monitor, seconds: float, writes: bool) -> int:
-    """Writes what a run leaves behind. Raises SaveError and OSError, which names its file."""
+def _finish(pipeline: Pipeline, summary: dict[str, Any] | None) -> int:
+    """Writes what a run leaves behind; `summary` only in the process that does, at the end.
+
+    Raises SaveError and OSError, which names its file.
+    """
     run_dir = pipeline.run_dir
     complete = pipeline.complete
     try:
-        if complete and writes:
+        if summary is not None:
             # First: the weights are here, whatever became of their checkpoint.
             write_export(pipeline.drafter_loops[0].model, run_dir / "export")
             print(f"wrote    {run_dir / 'export'}", flush=True)
@@ -128,8 +132,7 @@ def _finish(pipeline: Pipeline, monitor: Monitor, seconds: float, writes: bool) 
     if pipeline.supervisor.signum is not None and not complete:
         print(f"stopped by signal after step {pipeline.done_steps}; go on with --resume")
         return 128 + pipeline.supervisor.signum
-    if writes:
-        summary = _summary(pipeline, monitor, seconds)
+    if summary is not None:
         write_summary(run_dir, summary)
         print_summary(summary | _advice(pipeline.cfg, pipeline, run_dir))
     return 0

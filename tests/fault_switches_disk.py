@@ -155,3 +155,48 @@ mechanism(
     wrapped("dflash_ext.train:_finish", _export_last),
     "test_full_disk.py::test_the_drafter_is_exported_though_its_checkpoint_cannot_be_saved",
 )
+
+# -- W&B ---------------------------------------------------------------------------------------
+
+
+def _once(serve: Any) -> Any:
+    """The service is tried once."""
+
+    def call(self: Any) -> None:
+        try:
+            self._feed(self._open(self._mode))
+        except Exception as error:
+            self._note(f"W&B is off: {error}")
+
+    return call
+
+
+mechanism(
+    "W&B is tried again",
+    wrapped("dflash_ext.wandb_sink:WandbSink._serve", _once),
+    "test_wandb_sink.py::test_a_service_that_dies_is_started_again_and_loses_nothing",
+    "test_wandb_sink.py::test_a_server_that_never_answers_leaves_an_offline_record",
+    "test_wandb_sink.py::test_a_disk_that_wandb_cannot_use_ends_in_a_note",
+)
+mechanism(
+    "W&B's own process is ended between tries",
+    replaced("dflash_ext.wandb_sink:WandbSink._forget", nothing),
+    "test_wandb_real.py::test_a_server_that_is_back_gets_all_rows",
+)
+
+
+def _from_the_start(init: Any) -> Any:
+    return lambda self, path, after: init(self, path, -1)
+
+
+mechanism(
+    "W&B gets no row twice",
+    wrapped("dflash_ext.wandb_sink:_Rows.__init__", _from_the_start),
+    "test_wandb_sink.py::test_a_resumed_run_sends_what_the_server_does_not_have",
+    "test_wandb_real.py::test_a_run_killed_behind_its_checkpoint_goes_on_without_a_row_twice",
+)
+mechanism(
+    "nobody waits for W&B",
+    replaced("dflash_ext.wandb_sink:WandbSink.wake", lambda self: self._thread.join(1.0)),
+    "test_wandb_sink.py::test_hanging_service_costs_a_bounded_wait",
+)

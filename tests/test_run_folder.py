@@ -60,10 +60,12 @@ def test_a_killed_training_frees_its_folder(tmp_path: Path) -> None:
             os.write(writing, b"!")
             signal.pause()
     os.read(reading, 1)
-    with pytest.raises(UserError, match=f"process {child} on "), claim(tmp_path, resume=False):
-        pass
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    try:
+        with pytest.raises(UserError, match=f"process {child} on "), claim(tmp_path, resume=False):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     with claim(tmp_path, resume=False):
         pass
 
