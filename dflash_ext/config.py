@@ -225,9 +225,7 @@ class TrainConfig:
     cuda_graph: bool = _doc(False, "replay the step as a CUDA graph")
     recompute: bool = _doc(False, "recompute activations in the backward pass")
     grad_sync_dtype: Literal["float32", "bfloat16"] = _doc("float32", "dtype of gradient sums")
-    max_nonfinite_steps: int = _doc(
-        10, "stop after this many non-finite steps in a row", at_least=1
-    )
+    max_nonfinite_steps: int = _doc(10, "stop after so many non-finite steps in a row", at_least=1)
     stall_timeout_s: float = _doc(
         300.0, "dump all stacks and stop after so long without progress", above=0
     )
