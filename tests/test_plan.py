@@ -261,6 +261,24 @@ def test_the_slower_side_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the drafters are the slower side, the targets wait " in many
 
 
+def test_the_recommended_layout_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    path = PROJECT_ROOT / "configs" / "qwen3_5_27b_8gpu.yaml"
+    out = planned(path, capsys, "--topology.targets=[0,1]", "--topology.drafters=[2,3,4,5,6,7]")[1]
+    sides = re.search(r"targets alone ([\d,]+), drafters alone ([\d,]+)$", out, flags=re.MULTILINE)
+    assert sides is not None
+    targets, drafters = (float(side.replace(",", "")) for side in sides.groups())
+    assert drafters > 5 * targets
+    balance = out.partition("balance  ")[2]
+    assert balance.startswith("the targets are the slower side, the drafters wait 81% of the time")
+    assert "or targets to drafters as 1.7:1 (of 8: 5 and 3) would balance it" in balance
+    anchors = re.search(r"train\.max_anchors (\d+) or", balance)
+    assert anchors is not None
+    flags = ("--topology.targets=[0,1]", "--topology.drafters=[2,3,4,5,6,7]")
+    again = planned(path, capsys, *flags, f"--train.max_anchors={anchors[1]}")[1]
+    waits = re.search(r"wait (\d+)% of the time", again)
+    assert waits is not None and int(waits[1]) <= 1
+
+
 def test_one_device_for_both_is_the_harmonic_bound() -> None:
     plan = Plan(load_config(PROJECT_ROOT / "configs" / "qwen3_8b_1gpu.yaml"))
     balance = plan.balance()
