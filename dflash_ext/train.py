@@ -40,11 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     run_dir = _run_dir(cfg)
     saved = run_dir / "config.yaml"
     if flags.resume and not any(a.startswith("--config") for a in argv):
-        if not saved.exists():  # a mistyped name must not start the default run
-            raise UserError(
-                f"--resume: found no run in {run_dir}, want the --log.name of one, "
-                "or --config FILE to start it where there is none yet"
-            )
+        _check_begun(run_dir)
         cfg, flags = parse_config(["--config", str(saved), *argv])
     if flags.plan:
         plan = Plan(cfg)
@@ -140,6 +136,15 @@ def _finish(pipeline: Pipeline, summary: dict[str, Any] | None) -> int:
 
 def _run_dir(cfg: Config) -> Path:
     return Path(cfg.log.dir) / cfg.log.name
+
+
+def _check_begun(run_dir: Path) -> None:
+    """A mistyped name must not start the default run."""
+    if not (run_dir / "config.yaml").exists():
+        raise UserError(
+            f"--resume: found no run in {run_dir}, want the --log.name of one, "
+            "or --config FILE to start it where there is none yet"
+        )
 
 
 def _writes(machines: Machines, flags: Flags) -> bool:

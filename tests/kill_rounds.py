@@ -33,7 +33,7 @@ KINDS = {
     "muon": ["--train.optimizer=muon"],
 }
 SAVES = ["--checkpoint.async_save=false", "--checkpoint.async_save=true"]
-TIMES = ("tokens_per_s", "queue_depth", "target_busy", "drafter_busy")
+TIMES = ("_per_s", "_busy", "_wait", "queue_depth")  # ends of the names of what depends on time
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Ended:
         self.checkpoints = {str(p.relative_to(folder)): _sha256(p) for p in saved}
         self.files = {str(p.relative_to(folder)) for p in folder.rglob("*")}
         rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        self.rows = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+        self.rows = [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in rows]
         summary = json.loads((folder / "summary.json").read_text())
         names = ("steps", "tokens", "loss_first", "loss_last")
         self.summary = {name: summary[name] for name in names}
@@ -137,6 +137,17 @@ log: {{dir: {self.folder}, every: 1}}
         shutil.rmtree(self.folder / name)
         return found and [*story, *found]
 
+    def killed_at(self, *steps: int) -> list[str]:
+        """What differs if a run with one drafter is killed behind each of these steps."""
+        whole, _ = self._left_alone("one drafter", False)
+        name, flags = "killed", ["--config", str(self.config), "--log.name=killed", "--resume"]
+        for step in steps:
+            code = self._forked(flags, self.folder / "killed.out", step).wait(LIMIT_S)
+            assert code == -signal.SIGKILL, self._output(name)
+        code, _ = self._process(name, ["--resume"], False)
+        assert code == 0, self._output(name)
+        return whole.differences(Ended(self.folder / name))
+
     def _left_alone(self, kind: str, python: bool) -> tuple[Ended, float]:
         """What a run of this kind leaves, and how long it takes, in seconds."""
         with self._lock:
@@ -188,8 +199,9 @@ log: {{dir: {self.folder}, every: 1}}
         output = self.folder / f"{name}.out"
         return output.read_text() if output.exists() else ""
 
-    def _forked(self, flags: list[str], output: Path) -> "_Forked":
-        return _Forked(self._context.Process(target=kill_process.main, args=(flags, output)))
+    def _forked(self, flags: list[str], output: Path, killed_at: int | None = None) -> "_Forked":
+        arguments = (flags, output, killed_at)
+        return _Forked(self._context.Process(target=kill_process.main, args=arguments))
 
     def _whole_python(self, flags: list[str], output: Path) -> "_WholePython":
         command = [sys.executable, "-m", "dflash_ext.train", *flags]
