@@ -395,5 +395,5 @@ mechanism(
 
 # Registers those of the disk: checkpoints, the folder of a run, what it writes
 importlib.import_module("fault_switches_disk")
-
-import resume_switches  # noqa: E402, F401 - it registers its own, with what is defined above
+# ... and those of resuming
+importlib.import_module("fault_switches_resume")
