@@ -77,7 +77,7 @@ def read_like_vllm(config: dict[str, Any]) -> Reading:
     aux = aux or [i + 1 for i in config.get("target_layer_ids") or []]
     if not aux:
         raise RefusedError("no layer ids: the target's default layers would be captured")
-    if nested.get("sample_from_anchor"):
+    if nested.get("sample_from_anchor") or nested.get("query_zero_predicts_next"):
         raise RefusedError("sample_from_anchor is not supported for DFlash")
     if config.get("draft_vocab_size", config["vocab_size"]) != config["vocab_size"]:
         raise RefusedError("draft_vocab_size differs, and the file has no d2t")

@@ -119,6 +119,12 @@ def check_config(config: dict[str, Any], spec: DrafterSpec) -> None:
             raise ExportError(f"config.json: is_causal, causal: found {flags}, want {spec.causal}")
     if config["tie_word_embeddings"]:
         raise ExportError("config.json: tie_word_embeddings: found true, want false")
+    if config.get("torch_dtype", config["dtype"]) != config["dtype"]:  # what older readers take
+        found = config["torch_dtype"]
+        raise ExportError(f"config.json: torch_dtype: found {found}, want {config['dtype']}")
+    if (window := config.get("sliding_window")) != spec.sliding_window:
+        want_window = spec.sliding_window
+        raise ExportError(f"config.json: sliding_window: found {window}, want {want_window}")
     want = served(spec)
     for engine, read in READERS.items():
         try:
@@ -217,12 +223,15 @@ def _config_changes(spec: DrafterSpec) -> list[tuple[str, Change]]:
         ("a layer of another type", top(layer_types=types)),
         ("the other causality", top(is_causal=not spec.layer_causal(0))),
         ("slot 0 predicts", nested(sample_from_anchor=True)),
+        ("slot 0 predicts, by its other name", nested(query_zero_predicts_next=True)),
+        ("another dtype for older readers", top(torch_dtype="float16")),
         ("scaled logits", nested(output_multiplier=2 * spec.logit_scale)),
         ("a smaller draft vocabulary", top(draft_vocab_size=spec.vocab_size - 1)),
         ("the target's code", top(auto_map={"AutoModel": "model.Model"})),
     ]
     if spec.sliding_window is None:
         changes.append(("a window everywhere", nested(use_swa=True, swa_window_size=2048)))
+        changes.append(("a window of nothing", top(sliding_window=2048)))
     else:
         changes.append(("another window", top(sliding_window=spec.sliding_window + 1)))
         changes.append(("a dropped window", top(use_sliding_window=False)))

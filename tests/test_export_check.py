@@ -148,6 +148,7 @@ def test_known_fallbacks_of_the_engines(read, changes, key, value):
         (read_like_zlab, {"num_target_layers": None}, "no num_target_layers"),
         (read_like_vllm, {"dflash_config.target_layer_ids": None}, "no layer ids"),
         (read_like_vllm, {"dflash_config.sample_from_anchor": True}, "sample_from_anchor"),
+        (read_like_vllm, {"dflash_config.query_zero_predicts_next": True}, "sample_from_anchor"),
         (read_like_vllm, {"draft_vocab_size": 5}, "d2t"),
         (read_like_vllm, {"use_sliding_window": False}, "without a sliding_window"),
         (read_like_sglang, {"use_sliding_window": False}, "without a sliding_window"),
@@ -253,6 +254,10 @@ def test_changed_tensors_are_noticed(change, message, tmp_path):
         {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
         {"output_multiplier": 2.0},
         {"dtype": "bfloat16"},
+        {"torch_dtype": "float16"},
+        {"block_size": 9},
+        {"rope_parameters": {"rope_theta": 3000.0, "partial_rotary_factor": 0.25}},
+        {"architectures": ["DSparkDraftModel"]},
         {"logit_scale": 2.0},
         {"auto_map": {}},
     ],
@@ -262,7 +267,15 @@ def test_a_changed_config_is_noticed(changes, tmp_path: Path):
     model = random_model(SPECS["mixed"])
     write_export(model, tmp_path / "x")
     edit_config(tmp_path / "x", **changes)
-    with pytest.raises(ExportError, match="config.json: "):
+    with pytest.raises((ExportError, UserError), match="config.json: "):
+        check_export(tmp_path / "x", model)
+
+
+def test_a_window_of_no_layer_is_noticed(tmp_path: Path):
+    model = random_model(SPECS["full"])
+    write_export(model, tmp_path / "x")
+    edit_config(tmp_path / "x", sliding_window=77)
+    with pytest.raises(ExportError, match="sliding_window: found 77, want None"):
         check_export(tmp_path / "x", model)
 
 
