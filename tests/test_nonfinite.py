@@ -1,0 +1,90 @@
+"""The note of steps without a finite gradient, and the batches that such a step leaves."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_ext.nonfinite import KEPT_STEPS, NonfiniteLog, NonfiniteSteps
+
+
+@contextmanager
+def without_syncs(device: torch.device) -> Iterator[None]:
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    yield
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+
+def note(log: NonfiniteLog, device: torch.device, step: int, losses: list[float], norm: float):
+    for index, loss in enumerate(losses):
+        log.batch(index, torch.full((), loss, device=device))
+    log.step(step, torch.isfinite(torch.full((), norm, device=device)))
+
+
+def test_steps_and_their_batches_arrive_without_a_sync(device: torch.device) -> None:
+    log, nan, inf = NonfiniteLog(device), torch.nan, torch.inf
+    torch.zeros((), device=device)  # the device is up
+    with without_syncs(device):
+        note(log, device, 0, [1.0, 1.0], 1.0)
+        note(log, device, 1, [1.0, nan, -inf], nan)
+        note(log, device, 2, [1.0, 1.0], inf)  # a gradient alone
+        note(log, device, 3, [nan, 1.0], 1.0)  # a loss whose gradient was finite: not skipped
+        note(log, device, 4, [1.0] * 40 + [nan], nan)  # more batches than are told apart
+        log.send()
+    assert log.between(0, 5) == {1: [1, 2], 2: [], 4: [31]}
+    assert log.between(2, 4) == {2: []}
+    assert log.between(5, 9) == {}
+
+
+def test_only_the_last_steps_are_kept(device: torch.device) -> None:
+    log = NonfiniteLog(device)
+    for step in (3, KEPT_STEPS + 2, KEPT_STEPS + 3):
+        note(log, device, step, [1.0], 1.0 if step == KEPT_STEPS + 3 else torch.nan)
+    log.send()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    # Step 3's place has been taken; what lies far behind is not looked for.
+    assert log.between(0, KEPT_STEPS + 4) == {KEPT_STEPS + 2: []}
+
+
+def test_large_step_numbers_leave_room_for_the_batches() -> None:
+    log, step = NonfiniteLog("cpu"), 2**30
+    note(log, torch.device("cpu"), step, [torch.nan], torch.nan)
+    assert log.between(step - 5, step + 1) == {step: [0]}
+
+
+def test_the_error_says_which_steps() -> None:
+    error = NonfiniteSteps([7, 5, 6], {21}, 3)
+    assert error.steps == [5, 6, 7] and error.suspects == [21]
+    assert "found 3 steps in a row without a finite gradient, 5 to 7, want fewer than 3" in str(
+        error
+    )
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_batches_are_named_by_their_ids(accum: int, tiny_target_dir, tiny_jsonl, tmp_path: Path):
+    """Of two drafters; the second one's second batch, with grad_accum, is number 3 of its step."""
+    from tiny_run import TinyRun
+
+    from dflash_ext.drafter.loss import Objective
+
+    bad = {1: 3, 3: 2 * 3 + 3}[accum]  # a batch of step 1
+    stats = Objective.stats
+
+    def poisoned(self, model, head, kv, plan, last=None):
+        found = stats(self, model, head, kv, plan, last)
+        return found._replace(loss=found.loss * torch.nan) if plan.batch_id == bad else found
+
+    run = TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
+    flags = ["--data.eval=[]", "--train.steps=2", "--topology.drafters=[cpu, cpu]"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Objective, "stats", poisoned)
+        assert run("a", *flags, f"--train.grad_accum={accum}") == 0
+    (row,) = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").open()]
+    assert row["nonfinite_steps"] == 1 and row["nonfinite_batches"] == [bad]
