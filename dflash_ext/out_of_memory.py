@@ -79,6 +79,8 @@ def _planned(cfg: Config) -> str:
     devices = []
     for device, parts in memory.items():
         largest = sorted(parts.items(), key=lambda part: -part[1])
-        numbers = ", ".join(f"{name} {size / GIB:.2f}" for name, size in largest)
-        devices.append(f"{device} {sum(parts.values()) / GIB:.2f} GiB ({numbers})")
+        total = sum(parts.values())
+        unit, name = (GIB, "GiB") if total >= GIB else (2**20, "MiB")
+        numbers = ", ".join(f"{part} {size / unit:.1f}" for part, size in largest)
+        devices.append(f"{device} {total / unit:.1f} {name} ({numbers})")
     return "; ".join(devices)

@@ -310,7 +310,7 @@ MEMORY = {
         "the evaluation",
         "data.token_budget (200)",
     ),
-    "plans": (f"{HERE}.data.packing:BatchPlanner.batch", (MemoryError, ""), "the plans", "data."),
+    "plans": (f"{HERE}.data.packing:_Documents.pack", (MemoryError, ""), "the plans", "data."),
 }
 
 
@@ -324,7 +324,7 @@ def test_out_of_memory_names_the_plan_and_the_field_to_lower(
     line = last_line(capsys)
     assert said.partition("\n")[0] in line
     assert f"; {named} ran out of memory: lower {fields}" in line
-    assert re.search(r"; planned: cpu 0\.\d\d GiB \(.*slots \d.*\)$", line)
+    assert re.search(r"; planned: cpu \d+\.\d MiB \(.*slots \d.*\)$", line)
 
 
 def test_slots_that_are_too_large_for_this_machine(run: Runs, capsys) -> None:
