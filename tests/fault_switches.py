@@ -393,7 +393,5 @@ mechanism(
     "test_fuzz_config.py::test_hostile_files",
 )
 
-# Registers those of the disk: checkpoints, the folder of a run, what it writes
-importlib.import_module("fault_switches_disk")
-# ... and those of resuming
-importlib.import_module("fault_switches_resume")
+for more in ("disk", "resume", "runs"):  # they register theirs
+    importlib.import_module(f"fault_switches_{more}")

@@ -4,11 +4,25 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tiny_run import TinyRun
 
+from dflash_ext.drafter.loss import Objective
 from dflash_ext.nonfinite import KEPT_STEPS, NonfiniteLog, NonfiniteSteps
+
+
+def poison(patch: pytest.MonkeyPatch, batch: int) -> None:
+    """This batch's loss is NaN."""
+    stats = Objective.stats
+
+    def poisoned(self: Any, model: Any, head: Any, kv: Any, plan: Any, *args: Any) -> Any:
+        found = stats(self, model, head, kv, plan, *args)
+        return found._replace(loss=found.loss * torch.nan) if plan.batch_id == batch else found
+
+    patch.setattr(Objective, "stats", poisoned)
 
 
 @contextmanager
@@ -67,24 +81,28 @@ def test_the_error_says_which_steps() -> None:
     )
 
 
+def test_batches_of_a_run_that_goes_on_with_other_drafters(
+    tiny_target_dir, tiny_jsonl, tmp_path: Path
+) -> None:
+    """One step of batch 0, then two drafters: step 1 has 1 (drafter 1's) and 2 (drafter 0's)."""
+    run = TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
+    flags = ["--data.eval=[]", "--topology.drafters=[cpu, cpu]", "--resume"]
+    assert run("a", "--data.eval=[]", "--train.steps=1") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch, 1)
+        assert run("a", *flags, "--train.steps=2") == 0
+    row = json.loads((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["nonfinite_steps"] == 1 and row["nonfinite_batches"] == [1]
+
+
 @pytest.mark.parametrize("accum", [1, 3])
 def test_batches_are_named_by_their_ids(accum: int, tiny_target_dir, tiny_jsonl, tmp_path: Path):
     """Of two drafters; the second one's second batch, with grad_accum, is number 3 of its step."""
-    from tiny_run import TinyRun
-
-    from dflash_ext.drafter.loss import Objective
-
     bad = {1: 3, 3: 2 * 3 + 3}[accum]  # a batch of step 1
-    stats = Objective.stats
-
-    def poisoned(self, model, head, kv, plan, last=None):
-        found = stats(self, model, head, kv, plan, last)
-        return found._replace(loss=found.loss * torch.nan) if plan.batch_id == bad else found
-
     run = TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
     flags = ["--data.eval=[]", "--train.steps=2", "--topology.drafters=[cpu, cpu]"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Objective, "stats", poisoned)
+        poison(patch, bad)
         assert run("a", *flags, f"--train.grad_accum={accum}") == 0
     (row,) = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").open()]
     assert row["nonfinite_steps"] == 1 and row["nonfinite_batches"] == [bad]
