@@ -17,7 +17,13 @@ from drafter_cases import (
 from dflash_ext.config import Config, DataConfig, DrafterConfig, TrainConfig, UserError, validate
 from dflash_ext.data.anchors import sample_prefixes
 from dflash_ext.data.packing import BatchPlan, BatchPlanner, BatchPrefetcher
-from dflash_ext.drafter.loss import LossStats, add_metrics, behind_prefix
+from dflash_ext.drafter.loss import (
+    LossStats,
+    Objective,
+    add_metrics,
+    behind_prefix,
+    train_batch,
+)
 from dflash_ext.layout import BlockLayout
 from dflash_ext.ops.metric_add import WORD, new_accumulator
 
@@ -148,6 +154,45 @@ def test_a_block_sees_its_prefix_and_nothing_later(layers: str) -> None:
         noise = hidden.clone()
         noise[anchor:] = torch.randn_like(noise[anchor:])
         assert torch.equal(outputs(plan, noise)[a], wanted[a])
+
+
+def test_the_objective_feeds_each_block_its_clean_tokens() -> None:
+    spec, head = small_spec(block_size=LAYOUT.size), random_head()
+    plan, fed = planner().batch(0), []
+
+    def forward(_, embeds: torch.Tensor, *context) -> torch.Tensor:
+        fed.append(embeds)
+        return torch.zeros_like(embeds, requires_grad=True)
+
+    stub = type("Stub", (), {"spec": spec, "__call__": forward})()
+    Objective(TrainConfig(prefix_weight_base=BASE), LAYOUT).stats(stub, head, [], plan)
+    tokens = plan.input_ids.new_tensor(
+        [t for row, n in zip(plan.input_ids, plan.lengths, strict=True) for t in row[:n]]
+    )
+    for a in (plan.anchors < BUDGET).nonzero()[:, 0].tolist():
+        clean = tokens[plan.anchors[a] : plan.anchors[a] + plan.prefix[a]].tolist()
+        block = clean + [spec.mask_token_id] * (LAYOUT.size - len(clean))
+        assert torch.equal(fed[0][a], head.embed(torch.tensor(block)))
+
+
+@pytest.mark.parametrize("group", [5, 12])
+def test_groups_of_anchors_add_up_to_the_batch(group: int) -> None:
+    spec, head = small_spec(block_size=LAYOUT.size), random_head()
+    model, plan = random_model(spec), planner().batch(0)
+    hidden = random_hidden(plan, spec)
+    objective = Objective(TrainConfig(prefix_weight_base=BASE), LAYOUT)
+    results = []
+    for size in (None, group):
+        model.zero_grad()
+        acc = new_accumulator()
+        loss = train_batch(model, head, plan, hidden, objective=objective, acc=acc, group=size)
+        results.append((loss, acc, [p.grad.clone() for p in model.parameters()]))
+    (loss, acc, wanted), (found, other, grads) = results
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    for name in ("slots", "blocks", "streak4", "streak8", "top8"):
+        assert acc[WORD[name]] == other[WORD[name]], name
+    for grad, want in zip(grads, wanted, strict=True):
+        assert (grad - want).norm() <= 1e-5 * want.norm()
 
 
 def test_metrics_count_from_the_first_proposal() -> None:
