@@ -108,11 +108,17 @@ def test_a_run_writes_what_it_promises(run, tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "drafters, optimizer", [("[cpu]", "adamw"), ("[cpu, cpu]", "adamw"), ("[cpu]", "muon")]
+    "drafters, settings",
+    [
+        ("[cpu]", {"optimizer": "adamw"}),
+        ("[cpu, cpu]", {"optimizer": "adamw"}),
+        ("[cpu]", {"optimizer": "muon"}),
+        ("[cpu]", {"prefix_weight_base": 0.8, "kl_weight": 1, "kl": "js"}),
+    ],
 )
-def test_resume_is_exact(run, tmp_path: Path, monkeypatch, drafters: str, optimizer: str) -> None:
+def test_resume_is_exact(run, tmp_path: Path, monkeypatch, drafters: str, settings: dict) -> None:
     flags = [f"--topology.drafters={drafters}", "--train.eval_every=2"]
-    flags.append(f"--train.optimizer={optimizer}")
+    flags += [f"--train.{name}={value}" for name, value in settings.items()]
     assert run("whole", *flags) == 0
     with monkeypatch.context() as patch:
         stop_at(patch, 3)
@@ -127,7 +133,7 @@ def test_resume_is_exact(run, tmp_path: Path, monkeypatch, drafters: str, optimi
     steps = [row["step"] for row in rows(tmp_path / "parts")]
     assert steps == sorted(set(steps)) and steps[-1] == STEPS
     whole, parts = rows(tmp_path / "whole")[-1], rows(tmp_path / "parts")[-1]
-    for key in ("loss", "tokens", "eval_accept_len"):
+    for key in ("loss", "tokens", "eval_accept_len", *(["kl"] if "kl" in settings else [])):
         assert whole[key] == parts[key], key
 
 
