@@ -166,8 +166,6 @@ def test_types_and_shapes_do_not_depend_on_the_batch():
         assert plan.weight_sum.shape == ()
 
 
-
-
 def test_a_batch_depends_on_seed_epoch_and_id_alone():
     forwards, backwards, other = make_planner(), make_planner(), make_planner(seed=1)
     ids = range(30)
