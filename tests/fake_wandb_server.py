@@ -49,13 +49,11 @@ class StoredRun:
 class FakeWandbServer:
     """``url`` to reach it; ``status`` other than 200 is its answer to every request."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self) -> None:
         self.runs: dict[str, StoredRun] = {}
         self.status = 200
-        self.requests: list[str] = []
         handler = type("Handler", (_Handler,), {"server_state": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-        self._server.daemon_threads = True
+        self._server = _QuietServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -66,7 +64,7 @@ class FakeWandbServer:
     def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         """The data of a GraphQL request."""
         found = re.match(r"\s*(?:query|mutation)\s+(\w+)", query)
-        self.requests.append(name := found[1] if found else query[:40])
+        name = found[1] if found else ""
         if name == "UpsertBucket":
             run = self.runs.get(variables["name"])
             if inserted := run is None:
@@ -97,6 +95,13 @@ class FakeWandbServer:
                 run.summary |= json.loads(part["content"][-1])
 
 
+class _QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *args: object) -> None:
+        """A client that was killed is no news."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     server_state: FakeWandbServer
     protocol_version = "HTTP/1.1"
@@ -109,7 +114,6 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path.endswith("/graphql"):
             self._reply(200, {"data": state.answer(body["query"], body.get("variables") or {})})
         elif stream := re.search(r"/([^/]+)/file_stream$", self.path):
-            state.requests.append("file_stream")
             state.stream(state.runs[stream[1]], body.get("files") or {})
             self._reply(200, {"exitcode": None, "limits": {}})
         else:

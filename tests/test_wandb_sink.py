@@ -209,13 +209,11 @@ def test_hanging_service_costs_a_bounded_wait(
     forever = threading.Event()
     fake_wandb(lambda row: forever.wait(60) and None)
     training = Training(tmp_path, finish_timeout_s=0.2, init_timeout_s=0.2)
-    slowest, start = 0.0, time.monotonic()
+    start = time.monotonic()
     for step in range(100):
         begin = time.monotonic()
-        training.sink.wake()
-        slowest = max(slowest, time.monotonic() - begin)
         training.log(step, {"loss": 1.0})
-    assert slowest < 0.5
+        assert time.monotonic() - begin < 0.5
     training.close()
     assert time.monotonic() - start < 10.0
     notes = ["W&B does not answer: left without its last rows, metrics.jsonl has them"]
