@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import os
 import threading
@@ -91,7 +90,7 @@ class GradSync:
         self._started: list[tuple[BucketPlan, Sequence[Tensor], list[dist.Work]]] = []
         self._calls = 0
         self._meetings = 0
-        self._unfinished = 0
+        self._pending: list[dist.Work] = []
         self._group: Any = None  # torch does not declare what its groups can do
         # A clone has a connection of its own: one that a rank waits on is closed to all others.
         own = (store or make_store()).clone()  # type: ignore[attr-defined]
@@ -180,10 +179,12 @@ class GradSync:
                     self._synchronize("close")
                     self._meet("close")
             self._group.abort()
-        elif self._unfinished:
-            # Its destructor would wait for transfers that a missing rank holds up: never run it
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-        self._group = None
+        elif self._pending:
+            # Its destructor would wait, with the interpreter's lock, for transfers that a missing
+            # rank holds up. They fail when that rank's group has gone, or at their time-out.
+            rest = self._pending, [self._group]
+            threading.Thread(target=_part, args=rest, name="parting", daemon=True).start()
+        self._group, self._pending, self._started = None, [], []
 
     def _plan(self, grads: Sequence[Tensor]) -> BucketPlan:
         """The plan of the next part of a step; made, and compared with all ranks', in the first."""
@@ -243,13 +244,13 @@ class GradSync:
         if self._group is None:
             raise RuntimeError(f"rank {self.rank}: not connected")
         self._calls += 1
-        self._unfinished += 1
         if not self._on_gpu:
             self._store.set(f"calls/{self.rank}", str(self._calls))
         options = dist.AllreduceOptions()
         options.asyncOp = True
         try:
             work: dist.Work = self._group.allreduce([flat], options)
+            self._pending.append(work)
             return work
         except RuntimeError as error:
             raise SyncError(f"rank {self.rank}: all-reduce failed: {error}") from error
@@ -267,7 +268,7 @@ class GradSync:
             work.wait()  # on a GPU: of the current stream, not of this thread
         except RuntimeError as error:
             raise SyncError(f"rank {self.rank}: {what} failed: {error}") from error
-        self._unfinished -= 1
+        self._pending.remove(work)
 
     def _poll(self, what: str, done: Callable[[], bool], keys: Sequence[str] | None = None) -> None:
         """Calls ``done`` (which blocks for about POLL_S) until it holds."""
@@ -291,6 +292,14 @@ class GradSync:
         if not late:
             return "the transfer: all ranks have come"
         return f"rank {', '.join(map(str, late))}"
+
+
+def _part(pending: list[dist.Work], group: list[Any]) -> None:
+    """Drops the last reference to a group once its transfers have ended, well or not."""
+    while not all(work.is_completed() for work in pending):
+        time.sleep(POLL_S)
+    pending.clear()
+    group.clear()
 
 
 def _make_gloo(
