@@ -1,8 +1,10 @@
-"""The switches of what a run asks of its machine; see fault_switches.py."""
+"""The switches of what a run asks of its machine and of servers; see fault_switches.py."""
 
 from __future__ import annotations
 
-from fault_switches import mechanism, nothing, replaced
+from typing import Any
+
+from fault_switches import mechanism, nothing, raising, replaced, wrapped
 
 mechanism(
     "what cannot fit is refused",
@@ -13,4 +15,39 @@ mechanism(
     "GPUs are asked for FP8",
     replaced("dflash_ext.fp8:CAPABILITY", (0, 0)),
     "test_fp8.py::test_gpus_without_fp8_are_refused",
+)
+
+# -- servers -----------------------------------------------------------------------------------
+
+
+def _once(init: Any) -> Any:
+    def call(self: Any, *args: Any, tries: int = 1, **kwargs: Any) -> None:
+        init(self, *args, tries=1, **kwargs)
+
+    return call
+
+
+mechanism(
+    "requests are tried again",
+    wrapped("dflash_ext.server:ServerGenerator.__init__", _once),
+    "test_server.py::test_trouble_that_passes",
+)
+mechanism(
+    "an unfinished file is gone on with",
+    replaced("dflash_ext.regenerate:resume_point", lambda file, *args: (file.truncate(0), 0)),
+    "test_server.py::test_a_server_that_dies_loses_nothing",
+)
+mechanism(
+    "odd replies are one line",
+    wrapped("dflash_ext.server:ServerGenerator._request", raising(ValueError)),
+    "test_server.py::test_odd_replies_are_one_line",
+)
+
+
+mechanism(
+    "answers that are cut off are refused",
+    wrapped(
+        "dflash_ext.regenerate:_line", lambda line: lambda row, answer, _: line(row, answer, True)
+    ),
+    "test_regenerate.py::test_answers_cut_off_are_refused_and_training_passes_over_them",
 )
