@@ -161,7 +161,8 @@ class CheckpointManager:
         except (OSError, SafetensorError) as error:  # safetensors wraps the disk's errors
             self._failed_saves += 1
             self._unsaved = step, tensors, meta
-            _log.warning("checkpoint of step %d not saved: %s", step, error)
+            # As text: a handler that keeps the record would keep the tensors in its traceback.
+            _log.warning("checkpoint of step %d not saved: %s", step, str(error))
             if self._failed_saves >= MAX_FAILED_SAVES and not last:
                 raise SaveError(
                     f"checkpoint of step {step} not saved, nor those before it: {error}"
