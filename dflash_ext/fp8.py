@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -81,17 +81,24 @@ class Fp8Linear(nn.Module):
 def quantise(layers: nn.Module) -> int:
     """Replaces the linear layers below `layers` by FP8 ones; returns how many.
 
-    Those with a bias, or of sizes that are no multiples of 16, stay.
+    Those with a bias, or of sizes that are no multiples of 16, stay, and with one all that a fused
+    module multiplies together with it.
     """
     count = 0
     for module in list(layers.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is not nn.Linear or getattr(child, "bias", None) is not None:
-                continue
-            if child.in_features % MULTIPLE == child.out_features % MULTIPLE == 0:
+        fitting = {name: child for name, child in module.named_children() if _fits(child)}
+        together = set(getattr(module, "PARTS", ()))
+        for name, child in fitting.items():
+            if name not in together or together <= fitting.keys():
                 setattr(module, name, Fp8Linear(child))
                 count += 1
     return count
+
+
+def _fits(module: nn.Module) -> TypeGuard[nn.Linear]:
+    if type(module) is not nn.Linear or getattr(module, "bias", None) is not None:
+        return False
+    return module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
 
 
 def check_weights(cfg: Config) -> None:

@@ -53,7 +53,6 @@ class Monitor:
         logger: None in a process that sends its shares.
         machines: all processes of the run, each with as many drafters and targets.
         load: makes metrics of what both sides have done.
-        first_batch: id of the first batch of a step.
         first_batch: the first batch id of an optimizer step.
         tokens_before: tokens trained by the run's earlier parts (resume).
         finished: whether all drafters have ended.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_run import TinyRun
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from dflash_ext.config import Config, UserError
 from dflash_ext.fp8 import (
@@ -134,6 +135,22 @@ def test_fused_modules_run_fp8_projections(tiny_target_dir: Path) -> None:
         assert relative(got, want) < 0.3 * relative(want, true) < 0.1
     for copied in (fused.replica(), fused.copy_to("cpu")):
         assert all(map(torch.equal, states(copied), states(fused)))
+
+
+def test_a_fused_product_of_which_one_part_does_not_fit_stays_whole() -> None:
+    config = Qwen3_5TextConfig(
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+        **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # 8 rows of in_proj_a and _b
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        layer_types=["linear_attention", "full_attention"],
+    )
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    ids = torch.arange(20)[None]
+    want = model(ids, use_cache=False).logits
+    assert fuse_target(model)["gated delta nets"] == 1
+    assert quantise(model.model.layers) == 1 + 4 + 2 * 3  # of the first layer's mixer the last one
+    assert 0.005 < relative(model(ids, use_cache=False).logits, want) < 0.1
 
 
 def test_a_run_with_fp8_weights(
