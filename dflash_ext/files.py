@@ -28,8 +28,9 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put `path` into an OSError that names no file, as that of a write to a full disk.
+    """Put `path` into the system's errors that name no file, as that of a write to a full disk.
 
+    Others (a library's OSError with a text alone) stay as they are.
     safetensors' own error, which wraps those of the disk, becomes an OSError, too.
     """
     try:
@@ -37,7 +38,7 @@ def naming(path: Path) -> Iterator[None]:
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from error
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
 

@@ -1,6 +1,7 @@
 """A disk that takes no more, in every kind of write: RLIMIT_FSIZE cuts files off for real."""
 
 import contextlib
+import errno
 import json
 import resource
 import signal
@@ -17,7 +18,7 @@ from tiny_run import TinyRun
 from dflash_ext import checkpoint, evaluate, greedy_text
 from dflash_ext.config import run_command
 from dflash_ext.data.text_settings import write_settings
-from dflash_ext.files import replace_file
+from dflash_ext.files import naming, replace_file
 
 SHORT = ("--data.eval=[]", "--train.steps=2", "--log.every=2")
 CONFIG, EXPORT = 1_000, 300_000  # bytes: below the size of config.yaml, of the drafter
@@ -137,3 +138,14 @@ def test_a_kept_greedy_text_that_cannot_be_written_costs_nothing(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert cache.get([1], 1000) == answer
     assert json.loads(cache.path([1]).read_text())["tokens"] == answer
+
+
+def test_only_errors_of_the_system_get_the_name_of_the_file(tmp_path: Path) -> None:
+    for error, filename in (
+        (OSError(errno.ENOSPC, "no room"), str(tmp_path)),
+        (OSError(errno.ENOSPC, "no room", "other"), "other"),
+        (OSError("cannot write mode F as PNG"), None),
+    ):
+        with pytest.raises(OSError) as caught, naming(tmp_path):
+            raise error
+        assert caught.value is error and error.filename == filename
