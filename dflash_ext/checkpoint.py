@@ -191,8 +191,8 @@ class CheckpointManager:
             _write_synced(tmp / MANIFEST, json.dumps({"files": files}))
             _fsync(tmp)
             self._before_rename(step)
-            if final.exists():  # a crash right here leaves only the older ones
-                self._remove(step)
+            if final.exists():  # removed when the new one is there; a crash right here costs both
+                final.rename(self._old(step))
             tmp.rename(final)
         except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
@@ -221,8 +221,10 @@ class CheckpointManager:
             raise OSError(errno.ENOSPC, f"found {found} free in {self.folder}, want {want}")
 
     def _prune(self, saved: int) -> None:
-        """Keep the newest up to ``saved``. Later ones, of another run in this folder, stay, unless
-        loading found them damaged."""
+        """Remove what ``saved`` replaced, and keep the newest up to it. Later ones, of another run
+        in this folder, stay, unless loading found them damaged."""
+        if self._old(saved).exists():
+            shutil.rmtree(self._old(saved))
         keep = set(sorted(s for s in self.steps() if s <= saved)[-self.cfg.keep :])
         if self.cfg.keep_best and (best := self.best()) is not None:
             keep.add(best)
@@ -233,9 +235,11 @@ class CheckpointManager:
 
     def _remove(self, step: int) -> None:
         # Renamed first: a crash in the middle must not leave a half that looks like a checkpoint.
-        doomed = self.folder / f"step_{step:08d}.old.tmp"
-        self._path(step).rename(doomed)
-        shutil.rmtree(doomed)
+        self._path(step).rename(self._old(step))
+        shutil.rmtree(self._old(step))
+
+    def _old(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}.old.tmp"
 
     # -- loading -------------------------------------------------------------------------------
 

@@ -92,6 +92,21 @@ def test_a_crash_at_any_point_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     assert found[0] == 1 and found[-1] == 2 and found == sorted(found)
 
 
+def test_a_step_that_is_saved_again_stays_until_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1)
+    rmtree, kept = shutil.rmtree, []
+
+    def checked(path: Path, **options: bool) -> None:
+        kept.append(manager(tmp_path).load()[1]["step"])
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", checked)
+    saved(tmp_path, 1)
+    assert kept == [1] and names(tmp_path) == ["latest", "step_00000001"]
+
+
 def fail_with(error: BaseException) -> Any:
     def failing(*args: object, **kwargs: object) -> None:
         raise error
