@@ -92,6 +92,8 @@ def common_facts(run: Pipeline) -> dict[str, object]:
         int(p.detach().reshape(-1).view(torch.int16).sum()) for p in run.model.parameters()
     )
     return fields | {
+        "model.dtype": run.cfg.model.dtype,
+        "model.weights": run.cfg.model.weights,
         "topology.drafters": f"{len(run.ranks)} drafters",
         "data.train": f"text with hash {run.data_hash[:12]}",
         "data.seed": run.cfg.data.seed,
