@@ -22,6 +22,7 @@ from dflash_ext import evaluate, export
 from dflash_ext.config import UserError, run_command
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec
 from dflash_ext.export import read_spec, write_export
+from dflash_ext.run_folder import has_run
 
 GOOD = json.loads(json.dumps(SPECS["mixed"].to_hf_config()))
 FAST = settings(
@@ -212,7 +213,7 @@ def test_evaluate_and_init_from(damage, drafter, bench, tiny_jsonl, tmp_path, ca
     assert str(drafter) in one_line(capsys)
     assert run("a", f"--drafter.init_from={drafter}", "--drafter.num_layers=3") == 2
     assert str(drafter) in one_line(capsys)
-    assert not (tmp_path / "a").exists()
+    assert not has_run(tmp_path / "a")
 
 
 META_DAMAGES: dict[str, dict[str, Any]] = {
