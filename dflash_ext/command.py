@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import traceback
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dflash_ext.config_values import UserError
+
+# Of standard output, as files are written under their names (`files.naming`).
+_STREAM_ERRORS = (errno.ENOSPC, errno.EPIPE, errno.EBADF)
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -25,6 +29,11 @@ def run_command(command: Callable[[], int | None]) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except OSError as error:
+        if error.filename is None and error.errno in _STREAM_ERRORS:
+            print(
+                f"error: output: {error.strerror}, want room for it, or a reader", file=sys.stderr
+            )
+            return 1
         if error.filename is None:
             traceback.print_exc()
             print(f"error: {error}", file=sys.stderr)
@@ -56,6 +65,9 @@ def check_output_file(option: str, path: Path, *, make_parents: bool = False) ->
     """
     if path.is_dir():
         raise UserError(f"{option}: found the folder {path}, want a file")
+    # A file is replaced as a whole; whoever may write in /dev would lose the device itself.
+    if path.absolute().is_relative_to("/dev") or (path.exists() and not path.is_file()):
+        raise UserError(f"{option}: found {path}, a device or a pipe, want a file")
     folder = path.absolute().parent
     while make_parents and not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -128,7 +128,7 @@ class DataConfig:
         "error", "what a row that cannot be used does: ends the run, or is counted and left out"
     )
     max_length: int = _doc(4096, "longer examples are truncated to this many tokens", at_least=2)
-    token_budget: int = _doc(49152, "packed tokens of one batch", at_least=1)
+    token_budget: int = _doc(49152, "packed tokens of one batch", at_least=1, at_most=2**31)
     last_turn_only: bool = _doc(False, "supervise only the last assistant turn")
     split_turns: bool = _doc(
         False, "make each assistant turn an example of its own, with the text before it"
@@ -166,12 +166,12 @@ class TopologyConfig:
         "devices of the drafter; gradients are summed over them",
         required="at least one device",
     )
-    slots_per_drafter: int = _doc(2, "batches that may wait at one drafter", at_least=1)
+    slots_per_drafter: int = _doc(2, "batches that may wait at one drafter", at_least=1, at_most=64)
     cpu_threads: int | None = _doc(
-        None, "CPU threads of one worker; null = cores / workers", at_least=1
+        None, "CPU threads of one worker; null = cores / workers", at_least=1, at_most=1024
     )
     gpu_memory_gib: float | None = _doc(
-        None, "memory of one GPU that a plan may fill; null = all that it has", above=0
+        None, "memory of one GPU that a plan may fill; null = all that it has", above=0, at_most=1e6
     )
 
 
@@ -192,7 +192,7 @@ class TrainConfig:
     )
     grad_accum: int = _doc(1, "batches of one drafter in one optimizer step", at_least=1)
     max_grad_norm: float = _doc(1.0, "gradients are scaled down to this norm", above=0)
-    max_anchors: int = _doc(512, "blocks of one batch", at_least=1)
+    max_anchors: int = _doc(512, "blocks of one batch", at_least=1, at_most=2**31)
     anchor_group: int | None = _doc(
         None, "blocks worked off at a time; null = max_anchors", at_least=1
     )

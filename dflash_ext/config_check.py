@@ -67,6 +67,11 @@ def validate(cfg: Config, *, devices: bool = True) -> None:
             f"checkpoint.keep_best: found true with {field}, "
             "want evaluations during the run to choose by"
         )
+    if train.eval_every and not cfg.data.eval:
+        raise UserError(
+            f"train.eval_every: found {train.eval_every} with an empty data.eval, "
+            "want held-out text, or 0"
+        )
     if cfg.log.wandb != "off" and importlib.util.find_spec("wandb") is None:
         raise UserError(
             f"log.wandb: found {cfg.log.wandb} without the package wandb, "
@@ -103,12 +108,14 @@ def _check_number(key: str, value: float, low: float, exclusive: bool, high: flo
 def _check_weights(cfg: Config) -> None:
     for entry in cfg.data.train:
         weight, name = split_weight(entry)
-        if not name or not 0 < weight <= MAX_WEIGHT:
+        if not name.strip() or not 0 < weight <= MAX_WEIGHT:
             raise UserError(
                 f"data.train: found {shown(entry)}, want WEIGHT * FILE with a weight above 0 and "
                 f"at most {MAX_WEIGHT}"
             )
     for entry in cfg.data.eval:
+        if not entry.strip():
+            raise UserError("data.eval: found an empty name, want files of text, or [] for none")
         if split_weight(entry)[1] != entry:
             raise UserError(f"data.eval: found {shown(entry)}, want it without a weight")
 

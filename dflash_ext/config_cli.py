@@ -69,7 +69,8 @@ def _exists(path: Path) -> bool:
 def _find_text(entry: str) -> str:
     """An entry of data.train or data.eval with its file found."""
     name = split_weight(entry)[1]
-    found = name if name.startswith("hf:") else str(_find(name))
+    # An empty name is for `validate` to refuse: as a path it is the working folder.
+    found = name if not name.strip() or name.startswith("hf:") else str(_find(name))
     return f"{entry.partition('*')[0].strip()} * {found}" if name != entry else found
 
 

@@ -54,6 +54,12 @@ def evaluate(
     model = DFlashDraftModel.from_pretrained(drafter).to(device, getattr(torch, dtype)).eval()
     target = load_target(target_name, dtype=dtype, device=device, revision=revision)
     _check_match(model, target)
+    context = target.info.max_position_embeddings
+    if max_new_tokens and context and max_new_tokens > context:
+        raise UserError(
+            f"--max_new_tokens: found {max_new_tokens}, "
+            f"want at most {context}, the target's context"
+        )
     tokenizer = load_tokenizer(target_name, revision)
     stops = sorted({*target.info.eos_token_ids, tokenizer.eos_token_id} - {None})
     examples, report = load_examples(
@@ -257,6 +263,9 @@ def _run(args: argparse.Namespace) -> None:
         raise UserError(f"--max_new_tokens: found {args.max_new_tokens}, want at least 1")
     if args.json:
         check_output_file("--json", Path(args.json))
+        data, out = Path(args.data), Path(args.json)
+        if out.exists() and data.exists() and out.samefile(data):
+            raise UserError(f"--json: found {args.json}, which is --data, want another file")
     result = evaluate(
         args.drafter,
         args.target,

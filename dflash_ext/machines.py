@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -253,16 +254,42 @@ class Machines:
         return self._notes.get(key).decode() if self._notes.check([key]) else ""
 
 
+def _check_torchrun(env: Mapping[str, str]) -> None:
+    """Refuse variables that torchrun would not set so."""
+    limits = {"WORLD_SIZE": (2, 2**31), "MASTER_PORT": (1, 65535)}
+    for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"):
+        low, high = limits.get(name) or (0, int(env["WORLD_SIZE"]) - 1)
+        if not env[name].isdecimal() or not low <= int(env[name]) <= high:
+            raise UserError(
+                f"{name} in the environment: found {env[name]!r}, want {low} to {high}, "
+                "as torchrun sets it"
+            )
+
+
+def _reach(host: str, port: int, timeout_s: float) -> None:
+    """Wait until process 0 listens; torch's own wait would end in pages of C++ frames."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=timeout_s).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
 def join_machines(timeout_s: float) -> Machines:
     """The processes that torchrun started, once all are there; without torchrun, this one alone.
 
     Raises:
-        UserError: torchrun started several processes on this machine.
+        UserError: torchrun started several processes on this machine, or its variables are none.
         RunFailed: the others do not come within ``timeout_s``.
     """
     env = os.environ
     if any(name not in env for name in _TORCHRUN) or env["WORLD_SIZE"] == "1":
         return Machines()
+    _check_torchrun(env)
     local = env.get("LOCAL_WORLD_SIZE", "1")
     if local != "1":
         raise UserError(
@@ -271,8 +298,10 @@ def join_machines(timeout_s: float) -> Machines:
         )
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
+        if env["RANK"] != "0":
+            _reach(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout_s)
         store, rank, count = next(dist.rendezvous("env://", timeout=timeout))
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise RunFailed(
             f"process {env['RANK']} of {env['WORLD_SIZE']} cannot reach "

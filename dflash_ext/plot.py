@@ -122,6 +122,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="picture to write")
     args = parser.parse_args(argv)
     check_output_file("--out", args.out, make_parents=True)
+    if not args.out.suffix:  # matplotlib would add one, and write another file than was said
+        raise UserError(f"--out: found {args.out}, want a picture's name, like {args.out}.png")
     unique = len({run.resolve().name for run in args.run}) == len(args.run)
     names = [run.resolve().name if unique else str(run) for run in args.run]
     plot_runs({name: _read(run) for name, run in zip(names, args.run, strict=True)}, args.out)

@@ -31,6 +31,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from dflash_ext.command import check_device
 from dflash_ext.config import CommandParser, UserError, run_command
 from dflash_ext.data.readers import FileShard, parse_line
 from dflash_ext.data.rows import checked_messages, conversation_of
@@ -41,6 +42,8 @@ from dflash_ext.server import ServerGenerator
 from dflash_ext.target import load_target, load_tokenizer
 
 Row = dict[str, object]
+
+MAX_NUMBER = 10**9  # of tokens, seconds, requests: what the system's calls still take
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,15 +86,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"found {value}, want at least 1")
-    return value
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_NUMBER:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, want a whole number from 1 to {MAX_NUMBER}"
+        )
+    return int(text)
 
 
 def _run(args: argparse.Namespace) -> None:
+    if args.target is not None:
+        check_device("--device", args.device)
     prompts = read_prompts(args.prompts)
     out = Path(args.out)
+    if out.exists() and out.samefile(args.prompts):
+        raise UserError(f"--out: found {out}, which is --prompts, want another file")
     with naming(out), open_output(out) as file:
         done, unanswered = resume_point(file, out, prompts)
         if done:

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import random
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -124,6 +125,9 @@ class ServerGenerator:
                     raise UserError(
                         f"{self.base}{path}: found {failure}{tries}, want {_wanted(failure)}"
                     ) from failure
+                if body is None and attempt == 1:  # minutes of silence would look like a hang
+                    tried = f"{self.base}{path}: {failure} (try 1 of {self.tries})"
+                    print(tried, file=sys.stderr, flush=True)
                 wait_s = min(self.first_wait_s * 2 ** (attempt - 1), LONGEST_WAIT_S)
                 wait_s = max(wait_s * random.uniform(0.75, 1.0), failure.wait_s)
             if self._pool.stop.wait(wait_s):

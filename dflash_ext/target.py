@@ -37,7 +37,7 @@ from dflash_ext.fast_gdn import (
     prove_gdn_kernels,
 )
 from dflash_ext.placement import copy_to, device_map, follow_devices
-from dflash_ext.target_source import quiet_hub, quiet_transformers, resolve_target
+from dflash_ext.target_source import one_line, quiet_hub, quiet_transformers, resolve_target
 
 __all__ = [
     "Target",
@@ -151,7 +151,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     """The target's tokenizer. Raises UserError if there is none or it cannot be read."""
     source = resolve_target(name, revision)
     try:
-        with quiet_hub():
+        with quiet_hub(), quiet_transformers():
             return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:
         raise _load_error(name, "tokenizer", error) from error
@@ -178,7 +178,7 @@ def load_target(
     devices = devices_of(str(device))
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     try:
-        with quiet_hub():
+        with quiet_hub(), quiet_transformers():
             config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:
         raise _load_error(name, "config", error) from error
@@ -217,8 +217,11 @@ def load_target(
 
 
 def _load_error(name: str, what: str, error: Exception) -> UserError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return UserError(f"model.target: cannot load the {what} of {name!r}: {lines[0]}")
+    reason = one_line(error)
+    # transformers' words for an implementation that it does not know, or whose package is missing
+    attention = "attn_implementation" in reason or "FlashAttention" in reason
+    field = "model.attn_backend" if attention else "model.target"
+    return UserError(f"{field}: cannot load the {what} of {name!r}: {reason}")
 
 
 def _has_gdn(config: PretrainedConfig) -> bool:

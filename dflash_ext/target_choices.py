@@ -53,8 +53,8 @@ def default_target_layer_ids(num_layers: int, n: int) -> list[int]:
     ids = [round(1 + i * span / (n - 1)) for i in range(n)]
     if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
         raise UserError(
-            f"model.target_layer_ids: the default for {n} drafter layers and a target of "
-            f"{num_layers} layers is {ids}, want ascending ids: set them"
+            f"drafter.num_layers: found {n} with a target of {num_layers} layers, want fewer, or "
+            "ascending model.target_layer_ids: so many cannot be spread evenly"
         )
     return ids
 

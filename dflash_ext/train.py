@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     argv = sys.argv[1:] if argv is None else argv
     cfg, flags = parse_config(argv)
+    if flags.accept_changed_data and not flags.resume:
+        raise UserError("--accept_changed_data: found without --resume, want both")
     run_dir = _run_dir(cfg)
     saved = run_dir / "config.yaml"
     if flags.resume and not any(a.startswith("--config") for a in argv):

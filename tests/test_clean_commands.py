@@ -1,18 +1,22 @@
 """Mistakes that must cost one line and no work: output files, devices, caches, the hub's noise."""
 
+import errno
 import json
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_drafter
 
 from benchmarks import run as benchmark
-from dflash_ext import evaluate, plot
+from dflash_ext import evaluate, plot, regenerate, train
 from dflash_ext.command import check_output_file
 from dflash_ext.config import UserError, run_command
+from dflash_ext.data.readers import load_dataset_shard
 from dflash_ext.greedy_text import GreedyTextCache
 from dflash_ext.target import AutoConfig, AutoTokenizer, load_target, load_tokenizer
 
@@ -95,6 +99,51 @@ def test_an_output_file_that_can_be_written(tmp_path) -> None:
     check_output_file("--x", tmp_path / "old.json")
     with pytest.raises(UserError, match="--x: found the folder"):
         check_output_file("--x", tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/stdout"), Path("/dev/new")):
+        with pytest.raises(UserError, match="a device or a pipe, want a file"):
+            check_output_file("--x", path)
+
+
+def test_an_output_does_not_replace_its_input(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(evaluate, "evaluate", no_work)
+    text = tmp_path / "x.jsonl"
+    text.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi?"}]}) + "\n")
+    before = text.read_text()
+    options = ["--drafter", "x", "--target", "x", "--data", str(text), "--json", str(text)]
+    assert evaluate.main(options) == 2
+    assert "which is --data, want another file" in one_line(capsys)
+    assert regenerate.main(["--target", "x", "--prompts", str(text), "--out", str(text)]) == 2
+    assert "which is --prompts, want another file" in one_line(capsys)
+    assert text.read_text() == before
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "1e9", str(10**30)])
+def test_numbers_of_regenerate(value, capsys) -> None:
+    options = ["--server", "http://x", "--prompts", "x", "--out", "x", "--timeout", value]
+    assert regenerate.main(options) == 2
+    assert f"--timeout: found '{value}', want a whole number from 1 to" in one_line(capsys)
+
+
+def test_regenerate_refuses_its_device_first(capsys) -> None:
+    options = ["--target", "x", "--prompts", "x", "--out", "x", "--device", "gpu"]
+    assert regenerate.main(options) == 2
+    assert "--device: found 'gpu'" in one_line(capsys)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE, errno.EBADF])
+def test_a_full_or_closed_output_is_one_line(number, capsys) -> None:
+    def command() -> None:
+        raise OSError(number, "trouble")  # as print() does: without a name
+
+    assert run_command(command) == 1
+    assert one_line(capsys) == "error: output: trouble, want room for it, or a reader"
+
+
+def test_accepting_changed_data_needs_a_resume(capsys) -> None:
+    options = ["--accept_changed_data", "--topology.targets=cpu", "--topology.drafters=cpu"]
+    assert run_command(lambda: train.main(options)) == 2
+    assert "--accept_changed_data: found without --resume, want both" in one_line(capsys)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +186,10 @@ def test_the_hub_retries_in_silence(monkeypatch, capsys, caplog) -> None:
     for load in (load_tokenizer, lambda name: load_target(name, dtype="float32", device="cpu")):
         assert run_command(lambda load=load: load("some/model")) == 2
         assert "error: model.target: cannot load the " in one_line(capsys)
+    datasets = SimpleNamespace(load_dataset=unreachable)
+    monkeypatch.setattr("dflash_ext.data.readers.import_module", lambda name: datasets)
+    assert run_command(lambda: load_dataset_shard("some/text", None, None)) == 2
+    assert "error: hf:some/text: cannot be loaded" in one_line(capsys)
     assert not caplog.records
     with pytest.raises(OSError, match="connect"):
         unreachable()

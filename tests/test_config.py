@@ -213,10 +213,7 @@ def test_print_config_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (
-            "--train.lrr 3",
-            "command line: found unknown field train.lrr, want train.lr (the nearest known)",
-        ),
+        ("--train.lrr 3", "found unknown field train.lrr, want train.lr (the nearest known)"),
         ("--lr 3", "command line: found unknown field lr, want train.lr (the nearest known)"),
         ("--model.lr 3", "found unknown field model.lr, want train.lr"),
         ("--train.blocksize 3", "found unknown field train.blocksize, want drafter.block_size"),
@@ -241,6 +238,12 @@ def test_print_config_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFix
         ("--model.dtype float16", "found 'float16', want float32 or bfloat16"),
         ("--model.target=", "model.target: found nothing, want a Hugging Face id"),
         ("--data.train []", "data.train: found nothing, want at least one text file"),
+        ("--data.train=", "data.train: found '', want WEIGHT * FILE with a"),
+        ("--data.eval=", "data.eval: found an empty name, want files of text, or [] for none"),
+        ("--data.token_budget 4611686018427387904", "want at least 1 and at most 2147483648"),
+        ("--topology.cpu_threads 1000000", "cpu_threads: found 1000000, want at least 1 and at mo"),
+        ("--topology.gpu_memory_gib 1e300", "gpu_memory_gib: found 1e+300, want more than 0 and a"),
+        ("--train.eval_every 5", "eval_every: found 5 with an empty data.eval, want held-out text"),
         ("--data.train 0*a.jsonl", "data.train: found '0 * a.jsonl', want WEIGHT * FILE with a"),
         ("--data.train nan*a", "data.train: found 'nan * a', want WEIGHT * FILE with a weight abo"),
         ("--data.eval 2*a.jsonl", "data.eval: found '2 * a.jsonl', want it without a weight"),

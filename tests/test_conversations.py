@@ -196,7 +196,7 @@ def test_the_hash_covers_ids_masks_and_borders():
 BAD_ROWS = {
     "neither": ({"text": "hi"}, "found the fields 'text', want 'input_ids' or 'messages' or 'c"),
     "empty-object": ({}, "found the fields none, want 'input_ids' or 'messages' or 'c"),
-    "not-an-object": ([1, 2], "found a JSON list, want a JSON object"),
+    "not-an-object": ([1, 2], "found [1, 2], want a JSON object"),
     "messages-text": ({"messages": "hi"}, "messages: found str, want a list of messages"),
     "messages-empty": ({"messages": []}, "messages: found an empty list, want a list of messages"),
     "no-role": (
@@ -290,6 +290,11 @@ def test_no_usable_row_at_all_is_an_error(template, write):
         f"{path}: found no usable row among 3 (2 without an assistant turn, 0 ending in a loop, "
         "1 too short), want at least one with an assistant's answer"
     )
+
+
+def test_answers_that_are_all_cut_off_name_the_limit(tokenizer, write):
+    with pytest.raises(UserError, match=r"answer within data\.max_length, 2 tokens$"):
+        load_examples(write(row("Zero?", "One.")), tokenizer, DataConfig(max_length=2))
 
 
 def test_a_template_that_fails_is_named_by_file_and_line(write):

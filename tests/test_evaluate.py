@@ -189,6 +189,11 @@ def test_conversations(
         ({"--max_new_tokens": "0"}, "--max_new_tokens: found 0, want at least 1"),
         ({"--device": "cuda:99"}, "--device: found 'cuda:99'"),
         ({"--device": "gpu"}, "--device: found 'gpu'"),
+        (
+            {"--max_new_tokens": "513"},
+            "--max_new_tokens: found 513, want at most 512, the target's",
+        ),
+        ({"--json": "/dev/stdout"}, "--json: found /dev/stdout, a device or a pipe, want a file"),
         ({"--json": "no/such/folder/out.json"}, "--json: no/such/folder/out.json"),
     ],
 )

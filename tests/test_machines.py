@@ -176,6 +176,35 @@ def test_process_0_decides_where_a_signal_ends_the_run() -> None:
     assert two.ending_signal(4, signal.SIGTERM, lambda: None) == signal.SIGINT
 
 
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE in the environment: found '0', want 2 to"),
+        ({"RANK": "2"}, "RANK in the environment: found '2', want 0 to 1, as torchrun sets it"),
+        ({"RANK": "abc"}, "RANK in the environment: found 'abc', want 0 to 1"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT in the environment: found '99999', want 1 to"),
+    ],
+)
+def test_variables_that_torchrun_would_not_set(
+    change: dict[str, str], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (variables | change).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=wanted):
+        join_machines(1)
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """torch's own wait would end in pages of C++ frames on stderr."""
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunFailed, match=r"process 1 of 2 cannot reach 127\.0\.0\.1:1: .* refused"):
+        join_machines(0.3)
+    assert capfd.readouterr().err == ""
+
+
 def test_one_process_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not join_machines(1).several
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():

@@ -94,6 +94,7 @@ def test_run_without_evaluation(tmp_path: Path, drawn: list[Any]) -> None:
     [
         ("nowhere", "a.png", "--run: found no metrics.jsonl in nowhere, want the folder of a run"),
         ("empty", "a.png", "metrics.jsonl: found no rows, want a run that has logged some"),
+        ("x", "a", "--out: found a, want a picture's name, like a.png"),
         ("x", "a.nonsense", "--out: found a.nonsense, want a picture's name: "),
     ],
 )

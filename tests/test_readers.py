@@ -181,7 +181,11 @@ BAD_FILES = {
     "plain.jsonl.zst": (jsonl(), "found damaged zstd data (zstd"),
     "plain.parquet": (jsonl(), "found no readable Parquet behind row 0 (Parquet magic bytes"),
     "open.json": (b'[{"input_ids": [1, 2], "loss_mask": [1, 1]}', ":2: found a line that is not"),
-    "number.json": (b"[1]", ":1: found a JSON int, want a JSON object"),
+    "number.json": (b"[1]", ":1: found 1, want a JSON object"),
+    "null.jsonl": (b"null", ":1: found null, want a JSON object"),
+    "array.jsonl": (b"[1]", ":1: found [1], want a JSON object (a file that is one array is named"),
+    "behind.json": (json.dumps(ROWS).encode() + b" x", ": found 'x' behind the array, want one"),
+    "commas.json": (b'[{"input_ids": [1, 2], "loss_mask": [1, 1]} {}]', "(Expecting ',' delimiter"),
     "utf16.json": ("[]".encode("utf-16"), "found bytes that are not UTF-8 (byte 0), want UTF-8"),
     "empty.json": (b"[]", "found no rows"),
 }
@@ -262,6 +266,17 @@ def test_sharegpt_tool_calls(tmp_path):
         ({"conversations": "hi"}, 'conversations: found "hi", want a list of turns'),
         ({"conversations": ["hi"]}, 'conversations[0]: found "hi", want an object with from and'),
         ({"conversations": [turn("human", 5)]}, "conversations[0]: found {"),  # type: ignore
+        ({"conversations": [{"from": "human"}]}, '[0]: found {"from": "human"}, want an object w'),
+        (
+            {"conversations": [{"from": "human", "vaule": "x"}]},
+            "want an object with from and value",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: found nothing, want a string or"),
+        ({"messages": chat("a?") + [{"role": "assistant", "content": None}]}, "[1].content: found"),
+        (
+            {"messages": [{"role": "asistant", "content": "x"}]},
+            '[0].role: found "asistant", want a',
+        ),
         ({"conversations": [turn("narrator", "x")]}, '[0].from: found "narrator", want one of hum'),
         ({"conversations": [turn("function_call", "add(")]}, '[0].value: found "add(", want JSON'),
         ({"conversations": [turn("function_call", "[]")]}, "[0].value: found [], want a call with"),

@@ -237,6 +237,14 @@ def test_a_server_without_models(models: object, server: FakeServer) -> None:
     assert [a.text for a in ask(server, "hi", model="tiny")] == ["HI"]
 
 
+def test_a_server_that_is_not_there_says_so_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """All tries take two minutes: silence would look like a hang."""
+    with pytest.raises(UserError, match=r"/v1/models: found .*refused.* after 3 tries, want"):
+        ServerGenerator("http://127.0.0.1:9", 4, tries=3, first_wait_s=0.01)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "127.0.0.1:9/v1/models: " in line and line.endswith("(try 1 of 3)")
+
+
 # A server that dies
 
 

@@ -282,8 +282,16 @@ def test_default_layer_ids(layers: int, n: int, want: list[int]) -> None:
 
 
 def test_default_layer_ids_of_a_shallow_target() -> None:
-    with pytest.raises(UserError, match=r"model\.target_layer_ids: .* want ascending ids"):
-        default_target_layer_ids(4, 3)
+    for n in (3, 10**6):
+        with pytest.raises(
+            UserError, match=rf"drafter\.num_layers: found {n} with a target of 4 l"
+        ):
+            default_target_layer_ids(4, n)
+
+
+def test_an_unknown_attention_names_its_field(tiny_target_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"^model\.attn_backend: cannot load the model"):
+        load_target(str(tiny_target_dir), dtype="float32", device="cpu", attn_backend="flash")
 
 
 def test_mask_token_of_a_known_family(target: Target) -> None:

@@ -12,7 +12,9 @@ from export_cases import drop, edit_tensors, rename, transform
 from safetensors.torch import load_file, save_file
 from tiny_run import TinyRun
 
+from dflash_ext.config import DrafterConfig, UserError
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec
+from dflash_ext.drafter.init import start_spec
 from dflash_ext.export import read_config, read_spec
 
 # What a folder of z-lab's hub looks like, for the tiny target: sizes of its own, no
@@ -206,3 +208,9 @@ def test_a_folder_with_something_missing(missing, run, public, capsys):
         shutil.rmtree(public)
     assert run("a", f"--drafter.init_from={public}") == 2
     assert str(public) in one_line(capsys)
+
+
+@pytest.mark.parametrize("name", ["tagret", __file__])
+def test_a_start_that_is_no_folder_names_the_choices(name: str) -> None:
+    with pytest.raises(UserError, match=r"drafter\.init_from: found .* want none, target, or the"):
+        start_spec(DrafterConfig(init_from=name))

@@ -83,7 +83,7 @@ def load_examples(
     report = DataReport()
     for part in parts:
         report.add(part.report)
-    _check_result(paths, corpus, report, cfg.token_budget)
+    _check_result(paths, corpus, report, cfg)
     return corpus, report
 
 
@@ -220,18 +220,23 @@ def prompt_and_answer(example: Example) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_result(
-    paths: Sequence[str], corpus: Corpus, report: DataReport, token_budget: int
+    paths: Sequence[str], corpus: Corpus, report: DataReport, cfg: DataConfig
 ) -> None:
     if not corpus:
+        limit = ""
+        if report.truncated:
+            limit = f" within data.max_length, {cfg.max_length} tokens"
         bad = f", {report.bad} that cannot be used: {report.first_bad}" if report.bad else ""
         raise UserError(
             f"{', '.join(paths)}: found no usable row among {report.rows} "
             f"({report.no_assistant} without an assistant turn, {report.loops} ending in a loop, "
             f"{report.dropped_short} too short{bad}), want at least one with an assistant's answer"
+            f"{limit}"
         )
     longest = int(corpus.lengths.argmax())
-    if corpus.lengths[longest] > token_budget:
+    if corpus.lengths[longest] > cfg.token_budget:
         raise UserError(
-            f"data.token_budget: found {token_budget}, want at least {corpus.lengths[longest]}, "
-            f"the length of {corpus[longest].source} (or a smaller data.max_length)"
+            f"data.token_budget: found {cfg.token_budget}, want at least "
+            f"{corpus.lengths[longest]}, the length of {corpus[longest].source} "
+            "(or a smaller data.max_length)"
         )

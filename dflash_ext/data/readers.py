@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_ext.config import UserError
+from dflash_ext.config_values import shown
+from dflash_ext.data.rows import short
+from dflash_ext.target_source import quiet_hub
 
 Row = Mapping[str, object]
 
@@ -87,11 +90,19 @@ class FileShard:
         text = _decoded(b"".join(self._chunks(packed)).removeprefix(_BOM), self.name)
         at, number, decoder = text.index("[") + 1, 0, json.JSONDecoder()
         while True:
-            at = _skip(text, at, " \t\r\n" + ("," if number else ""))
+            at = _skip(text, at)
             if text.startswith("]", at):
+                if (end := _skip(text, at + 1)) < len(text):
+                    raise UserError(
+                        f"{self.name}: found {shown(text[end:])} behind the array, want one array"
+                    )
                 return
             number += 1
             try:
+                if number > 1:
+                    if not text.startswith(",", at):
+                        raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+                    at = _skip(text, at + 1)
                 row, at = decoder.raw_decode(text, at)
             except (ValueError, RecursionError) as error:
                 raise _not_json(self.place(number), error, "one JSON array of objects") from error
@@ -195,23 +206,24 @@ def load_ckpt(path: Path) -> dict[str, Any]:
 
 def load_dataset_shard(name: str, config: str | None, split: str | None) -> DatasetShard:
     """A hub data set, or a folder that `save_to_disk` wrote. Raises UserError."""
-    datasets = needs("datasets", "data", name)
-    shown = f"hf:{name}" + "".join(f":{part}" for part in (config, split) if part)
+    place = f"hf:{name}" + "".join(f":{part}" for part in (config, split) if part)
+    datasets = needs("datasets", "data", place)
     try:
         if Path(name).is_dir() and _is_saved_dataset(Path(name)):
             found = datasets.load_from_disk(name)
         else:
-            found = datasets.load_dataset(name, config, split=split or "train")
+            with quiet_hub():
+                found = datasets.load_dataset(name, config, split=split or "train")
     except Exception as error:  # network, hub and Arrow errors have no common type
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserError(f"{shown}: cannot be loaded ({reason}), want a data set") from error
+        raise UserError(f"{place}: cannot be loaded ({reason}), want a data set") from error
     if isinstance(found, dict):
         if (split or "train") not in found:
             raise UserError(
-                f"{shown}: found the splits {', '.join(found)}, want one of them: hf:{name}:SPLIT"
+                f"{place}: found the splits {', '.join(found)}, want one of them: hf:{name}:SPLIT"
             )
         found = found[split or "train"]
-    return DatasetShard(shown, found)
+    return DatasetShard(place, found)
 
 
 def _is_saved_dataset(folder: Path) -> bool:
@@ -272,7 +284,8 @@ def _not_json(place: str, error: Exception, want: str) -> UserError:
 
 def _object(row: object, place: str) -> Row:
     if not isinstance(row, dict):
-        raise UserError(f"{place}: found a JSON {type(row).__name__}, want a JSON object")
+        hint = " (a file that is one array is named .json)" if isinstance(row, list) else ""
+        raise UserError(f"{place}: found {short(row)}, want a JSON object{hint}")
     return row
 
 
@@ -296,8 +309,8 @@ def _starts_with_bracket(chunks: Iterable[bytes]) -> bool:
     return first.removeprefix(_BOM).lstrip().startswith(b"[")
 
 
-def _skip(text: str, at: int, blanks: str) -> int:
-    while at < len(text) and text[at] in blanks:
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
         at += 1
     return at
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Row = Mapping[str, object]
 Message = Mapping[str, object]
 
+# What a message may have in place of a content; without either, templates print "None", or fail.
+_INSTEAD_OF_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking", "function_call")
 KINDS = ("input_ids", "messages", "conversations")
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -87,6 +89,8 @@ def _encode_messages(
     cut_off: bool,
 ) -> list[EncodedChat]:
     ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not ends:
+        _check_roles(messages, place)
     if cfg.split_turns and not cfg.last_turn_only:
         wholes = [end for end in ends if end > 1]  # nothing prompts an answer that comes first
     else:
@@ -106,6 +110,16 @@ def _encode_messages(
             example.mask[np.flatnonzero(example.mask)[-1:]] = 0
         examples.append(example)
     return examples
+
+
+def _check_roles(messages: Sequence[Message], place: str) -> None:
+    """Refuse a conversation that nobody answers because the answering role has another name."""
+    for i, message in enumerate(messages):
+        if message["role"] not in _SHAREGPT_ROLES.values():
+            raise UserError(
+                f"{place}: messages[{i}].role: found {short(message['role'])}, want assistant "
+                "for the one that answers"
+            )
 
 
 def checked_messages(messages: object, place: str) -> list[Message]:
@@ -128,6 +142,8 @@ def _checked_message(message: object, place: str) -> Message:
         raise UserError(
             f"{place}.content: found {short(content)}, want a string or a list of parts"
         )
+    if content is None and not any(message.get(name) for name in _INSTEAD_OF_CONTENT):
+        raise UserError(f"{place}.content: found nothing, want a string or a list of parts")
     message = dict(message)
     if isinstance(content, list):
         message["content"] = _joined(content, place)
@@ -183,9 +199,9 @@ def _from_sharegpt(row: Row, place: str) -> list[Message]:
 def _turn(turn: object, place: str) -> Message:
     if isinstance(turn, dict) and "role" in turn:
         return turn
-    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str | None):
+    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
         raise UserError(f"{place}: found {short(turn)}, want an object with from and value")
-    role, text = _SHAREGPT_ROLES.get(str(turn.get("from"))), turn.get("value") or ""
+    role, text = _SHAREGPT_ROLES.get(str(turn.get("from"))), turn["value"]
     if role is None:
         known = ", ".join(_SHAREGPT_ROLES)
         raise UserError(f"{place}.from: found {short(turn.get('from'))}, want one of {known}")

@@ -35,7 +35,13 @@ def start_spec(drafter: "DrafterConfig") -> DrafterSpec | None:
 
     if drafter.init_from in ("none", "target"):
         return None
-    spec = read_spec(Path(drafter.init_from).expanduser())
+    folder = Path(drafter.init_from).expanduser()
+    if not folder.is_dir():
+        raise UserError(
+            f"drafter.init_from: found {drafter.init_from!r}, which is no folder, "
+            "want none, target, or the folder of a drafter"
+        )
+    spec = read_spec(folder)
     if spec.num_layers != drafter.num_layers:
         raise UserError(
             f"drafter.num_layers: found {drafter.num_layers}, want {spec.num_layers} "
