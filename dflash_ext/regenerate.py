@@ -184,9 +184,6 @@ def _prompt_row(row: Row, place: str) -> PromptRow:
         messages = messages[:-1]
     if not messages or messages[-1]["role"] in ("assistant", "system", "developer"):
         raise UserError(f"{place}: found no turn to answer, want messages that end with the user's")
-    missing = next((i for i, message in enumerate(messages) if "content" not in message), None)
-    if missing is not None and not messages[missing].get("tool_calls"):
-        raise UserError(f"{place}: messages[{missing}]: found no content, want one")
     kept = {name: value for name, value in row.items() if name not in ("finish", "conversations")}
     return PromptRow({**kept, "messages": messages}, Prompt(messages, tools, place))
 

@@ -291,11 +291,11 @@ def test_two_runs_on_one_file(
         ('{"messages": []}\n', ":1: messages: found an empty list"),
         ('{"text": "hi"}\n', ":1: found the fields 'text', want 'messages' or 'conversations'"),
         ('{"messages": ["hi"]}\n', ":1: messages[0]: found"),
-        ('{"messages": [{"role": "user"}]}\n', ":1: messages[0]: found no content"),
+        ('{"messages": [{"role": "user"}]}\n', ":1: messages[0].content: found nothing"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}\n', ":1: found no turn to answer"),
         ('{"messages": [{"role": "system", "content": "x"}]}\n', ":1: found no turn to answer"),
         ('\n{"messages": [}\n', ":2: found a line that is not JSON"),
-        ("[1]\n", ":1: found a JSON list, want a JSON object"),
+        ("[1]\n", ":1: found [1], want a JSON object"),
     ],
 )
 def test_bad_prompts_end_with_one_line(

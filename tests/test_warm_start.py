@@ -210,7 +210,7 @@ def test_a_folder_with_something_missing(missing, run, public, capsys):
     assert str(public) in one_line(capsys)
 
 
-@pytest.mark.parametrize("name", ["tagret", __file__])
+@pytest.mark.parametrize("name", ["tagret", "", __file__])
 def test_a_start_that_is_no_folder_names_the_choices(name: str) -> None:
     with pytest.raises(UserError, match=r"drafter\.init_from: found .* want none, target, or the"):
         start_spec(DrafterConfig(init_from=name))

@@ -36,7 +36,7 @@ def start_spec(drafter: "DrafterConfig") -> DrafterSpec | None:
     if drafter.init_from in ("none", "target"):
         return None
     folder = Path(drafter.init_from).expanduser()
-    if not folder.is_dir():
+    if not drafter.init_from.strip() or not folder.is_dir():
         raise UserError(
             f"drafter.init_from: found {drafter.init_from!r}, which is no folder, "
             "want none, target, or the folder of a drafter"
