@@ -128,7 +128,7 @@ class DataConfig:
         "error", "what a row that cannot be used does: ends the run, or is counted and left out"
     )
     max_length: int = _doc(4096, "longer examples are truncated to this many tokens", at_least=2)
-    token_budget: int = _doc(49152, "packed tokens of one batch", at_least=1, at_most=2**31)
+    token_budget: int = _doc(49152, "packed tokens of one batch", at_least=1, at_most=2**40)
     last_turn_only: bool = _doc(False, "supervise only the last assistant turn")
     split_turns: bool = _doc(
         False, "make each assistant turn an example of its own, with the text before it"

@@ -240,7 +240,7 @@ def test_print_config_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFix
         ("--data.train []", "data.train: found nothing, want at least one text file"),
         ("--data.train=", "data.train: found '', want WEIGHT * FILE with a"),
         ("--data.eval=", "data.eval: found an empty name, want files of text, or [] for none"),
-        ("--data.token_budget 4611686018427387904", "want at least 1 and at most 2147483648"),
+        ("--data.token_budget 4611686018427387904", "want at least 1 and at most 1099511627776"),
         ("--topology.cpu_threads 1000000", "cpu_threads: found 1000000, want at least 1 and at mo"),
         ("--topology.gpu_memory_gib 1e300", "gpu_memory_gib: found 1e+300, want more than 0 and a"),
         ("--train.eval_every 5", "eval_every: found 5 with an empty data.eval, want held-out text"),
