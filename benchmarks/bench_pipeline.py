@@ -279,7 +279,7 @@ def configure(folder: Path, flags: Sequence[str], sizes: dict[str, Any] | None =
         token_budget=cfg.data.token_budget,
     )
     cfg.data.train, cfg.data.eval = [str(text)], []
-    cfg.train.steps = FOREVER
+    cfg.train.steps, cfg.train.eval_every = FOREVER, 0
     cfg.log.dir, cfg.log.every = str(folder / "runs"), 1
     return cfg
 
