@@ -265,9 +265,12 @@ class Monitor:
         if self.logger is None:
             return
         new_evals = {step for step, row in self.evals.items() if row and step > self._logged_step}
+        newest = max(self._rows, default=-1)
         for step in sorted(self._rows.keys() | new_evals):
             awaits_eval = step in self.drafters[0].eval_steps and step not in self.evals
-            if awaits_eval and not everything:
+            # A later row is there if the step's own is lost; before the first step there is none.
+            awaits_row = newest < step > self.drafters[0].steps.start
+            if (awaits_eval or awaits_row) and not everything:
                 return
             row = self._rows.pop(step, {})
             self.logger.log(step, row | self.evals.get(step, {}))
