@@ -10,6 +10,18 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 
 
+def set_cpu_threads(count: int) -> None:
+    """How many threads this thread's operators on CPU tensors use, whatever others set.
+
+    A thread's first operator takes over the number that any thread has set last, which would be
+    that of another one's evaluation. torch has such a first time, and the extension one of its own:
+    both come here, before the number is set.
+    """
+    torch.get_num_threads()
+    torch.ops.dflash_ext.lm_head_topk(torch.zeros(1, 1), torch.zeros(1, 1), 1)
+    torch.set_num_threads(count)
+
+
 @contextmanager
 def worker_stream(*devices: torch.device) -> Iterator[None]:
     """Gives this thread a stream of its own on each device and makes the first one current; nothing

@@ -23,6 +23,7 @@ from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
 from dflash_ext.data.sources import text_files
 from dflash_ext.describe import common_facts, loss_rows
+from dflash_ext.devices import set_cpu_threads
 from dflash_ext.drafter.init import init_from_folder, start_spec
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.drafter.loss import Objective
@@ -333,7 +334,7 @@ class Pipeline:
         return self.done_steps == self.total_steps and evaluated
 
     def _prefetch(self, worker: Worker) -> None:
-        torch.set_num_threads(1)
+        set_cpu_threads(1)
         gpus = self.gpus()
         for ticket in self.prefetcher.tickets(self.resume.step, self.eval_steps):
             worker.at(f"step {ticket.step}, batch {ticket.plan.batch_id}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_ext import ops
 from dflash_ext.data.packing import Ticket
-from dflash_ext.devices import BusyClock, current, worker_stream
+from dflash_ext.devices import BusyClock, current, set_cpu_threads, worker_stream
 from dflash_ext.hidden_cache import HiddenCache
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.supervisor import Supervisor, Worker
@@ -67,7 +67,7 @@ class TargetForwardLoop:
 
     @torch.no_grad()
     def run(self, worker: Worker) -> None:
-        torch.set_num_threads(self.cpu_threads)
+        set_cpu_threads(self.cpu_threads)
         with worker_stream(*self.target.devices):
             self._run(worker)
 

@@ -368,7 +368,8 @@ def test_without_its_mechanism_every_fault_test_fails(
 ) -> None:
     """They fail by themselves: no error while they are set up, no time-out."""
     report, output = tmp_path / "report.xml", tmp_path / "output"
-    arguments = ["-q", "-p", "no:cacheprovider", "--timeout=200"]
+    # Native tracebacks: pytest's own fail behind a recursion that was too deep.
+    arguments = ["-q", "-p", "no:cacheprovider", "--timeout=200", "--tb=native"]
     arguments += [f"--fault-off={name}", f"--junitxml={report}"]
     arguments += [str(TESTS / test) for test in MECHANISMS[name].tests]
     child = children.Process(target=pytest_child.main, args=(arguments, output))

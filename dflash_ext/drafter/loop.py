@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dflash_ext.acceptance import accept_len, evaluate_plan
 from dflash_ext.config import Config
-from dflash_ext.devices import BusyClock, worker_stream
+from dflash_ext.devices import BusyClock, set_cpu_threads, worker_stream
 from dflash_ext.drafter.fused import mark_gradients
 from dflash_ext.drafter.graph import GraphedCalls
 from dflash_ext.drafter.loss import (
@@ -116,7 +116,7 @@ class DrafterTrainLoop:
         self.best_score = best_score
 
     def run(self, worker: Worker) -> None:
-        torch.set_num_threads(self.cpu_threads)
+        set_cpu_threads(self.cpu_threads)
         with worker_stream(self.device):
             if self.cfg.train.cuda_graph:
                 self.graphs = GraphedCalls()
@@ -258,7 +258,7 @@ class DrafterTrainLoop:
         if self.rank != 0 or step not in self.eval_steps:
             return
         lengths: list[list[int]] = []
-        torch.set_num_threads(self.eval_threads)
+        set_cpu_threads(self.eval_threads)
         for i in range(self.num_eval_plans):
             worker.at(f"step {step}, evaluation batch {i}")
             # Where other drafters have begun the step, it is made: behind its evaluation
@@ -277,7 +277,7 @@ class DrafterTrainLoop:
             )
             slot.set_free()
             self.hs_queue.release(slot)
-        torch.set_num_threads(self.cpu_threads)
+        set_cpu_threads(self.cpu_threads)
         self.scores[step] = accept_len(lengths)
         self.evals.append((step, lengths))
         self.last_row = max(self.last_row, step)
