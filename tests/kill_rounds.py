@@ -57,12 +57,23 @@ class Ended:
         self.summary = {name: summary[name] for name in names}
         self.summary |= {k: v for k, v in summary.items() if k.startswith("accept_len")}
 
+    def beside(self, other: "Ended", name: str) -> Any:
+        """What is compared: a stop between two checkpoints leaves one of its own, in place of the
+        older one that is kept otherwise."""
+        if name == "checkpoints":
+            last = {f"checkpoints/step_{STEPS:08d}/tensors.safetensors", "export/model.safetensors"}
+            names = last | (self.checkpoints.keys() & other.checkpoints.keys())
+            return {path: self.checkpoints.get(path) for path in sorted(names)}
+        if name == "files":
+            return {path for path in self.files if not path.startswith("checkpoints/step_")}
+        return getattr(self, name)
+
     def differences(self, other: "Ended") -> list[str]:
         """Where another run's remains differ from these."""
         steps = [row["step"] for row in other.rows]
         found = [] if steps == sorted(set(steps)) else [f"steps of metrics.jsonl: {steps}"]
         for name in ("checkpoints", "files", "summary"):
-            mine, theirs = getattr(self, name), getattr(other, name)
+            mine, theirs = self.beside(other, name), other.beside(self, name)
             if mine != theirs:
                 found.append(f"{name}: {theirs} instead of {mine}")
         by_step = [{row["step"]: row for row in ended.rows} for ended in (self, other)]
