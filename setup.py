@@ -100,7 +100,7 @@ def extension() -> dict[str, object]:
     )
     # pip builds each time in a new folder with a new path to torch: ninja would start from nothing.
     inputs = {
-        "sources": sha256(Path("setup.py"), *(p for p in sorted(Path("csrc").rglob("*.*")))),
+        "sources": sha256(Path("setup.py"), *sorted(Path("csrc").rglob("*.*"))),
         "facts": facts,
         "python": sysconfig.get_config_var("SOABI"),
         "cuda_home": home,

@@ -10,6 +10,7 @@ import fault_switches
 import numpy as np
 import pytest
 import torch
+from tiny_run import TinyRun
 
 # Tensors here are tiny: more threads would only wait for each other.
 torch.set_num_threads(1)
@@ -161,3 +162,9 @@ def tiny_chats(n: int) -> list[dict]:
             }
         )
     return chats
+
+
+@pytest.fixture
+def run(tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path) -> TinyRun:
+    """Whole runs on the tiny target; a run gives the signals' handlers back itself."""
+    return TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)

@@ -2,11 +2,8 @@
 
 import dataclasses
 import json
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from step_cases import build_model
@@ -31,16 +28,6 @@ SIDES = Balance(
     anchor_s=1e-3,
     max_anchors=1024,
 )
-
-
-@pytest.fixture
-def run(
-    tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path
-) -> Iterator[TinyRun]:
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    yield TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 def change(**values: float) -> Balance:

@@ -1,8 +1,6 @@
 """The target's linear layers in FP8: numbers, fused modules, and what a run says of it."""
 
 import json
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,16 +23,6 @@ from dflash_ext.target import Target, load_target
 from dflash_ext.target_fast import fuse_target
 
 has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-
-
-@pytest.fixture
-def run(
-    tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path
-) -> Iterator[TinyRun]:
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    yield TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:

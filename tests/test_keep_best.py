@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import TinyRun
 
 from dflash_ext import export
 from dflash_ext.checkpoint import CheckpointManager
@@ -17,11 +16,6 @@ from dflash_ext.config import CheckpointConfig, run_command
 from dflash_ext.drafter import loop
 
 FLAGS = ("--checkpoint.keep_best=true", "--checkpoint.keep=1", "--train.eval_every=1")
-
-
-@pytest.fixture
-def run(tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path) -> TinyRun:
-    return TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
 
 
 @pytest.fixture

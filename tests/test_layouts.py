@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,16 +15,6 @@ from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.target import Target
 from dflash_ext.target_setup import representative_shapes, warm_up
-
-
-@pytest.fixture
-def run(
-    tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path
-) -> Iterator[TinyRun]:
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    yield TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 def sha256(tensors: dict[str, torch.Tensor]) -> str:
