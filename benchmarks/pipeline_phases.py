@@ -26,6 +26,7 @@ from dflash_ext.pipeline import Pipeline
 from dflash_ext.supervisor import Worker
 from dflash_ext.target_loop import TargetForwardLoop
 
+PLAN_S = 120.0
 TARGET, DRAFTER = "target batch", "drafter batch"  # their names in a profile
 
 
@@ -49,27 +50,33 @@ class Schedule:
     """The phase of every step, fixed when the prefetcher plans it."""
 
     def __init__(self, first: Phase) -> None:
-        self._lock = threading.Lock()
+        self._planned = threading.Condition()
         self._coming: deque[Phase] = deque()
         self._phase, self._left = first, first.steps
         self._of_step: dict[int, Phase] = {}
 
     def add(self, *phases: Phase) -> None:
-        with self._lock:
+        with self._planned:
             self._coming.extend(phases)
 
     def plan(self, step: int) -> Phase:
         """The phase of a step that is now planned: the one at work goes on until another waits."""
-        with self._lock:
+        with self._planned:
             if self._left <= 0 and self._coming:
                 self._phase = self._coming.popleft()
                 self._left = self._phase.steps
             self._left -= 1
             self._of_step[step] = self._phase
+            self._planned.notify_all()
             return self._phase
 
     def of(self, step: int) -> Phase:
-        with self._lock:
+        """The phase of a step, which a drafter asks for before the prefetcher may have planned it.
+
+        Raises KeyError if that takes longer than PLAN_S.
+        """
+        with self._planned:
+            self._planned.wait_for(lambda: step in self._of_step, PLAN_S)
             return self._of_step[step]
 
 

@@ -33,9 +33,11 @@ def test_matches_naive_in_fp64(nan_poison, kl, vocab, dtype, limit):
     wanted = case.run(draft_loss_stats_naive, torch.float64, **options)
     found = case.run(draft_loss_stats, dtype, **options)
     assert found["rank"].equal(wanted["rank"])
+    # Differences of logits, which cancel with one id, err by a few roundings of these.
+    rounding = 4 * torch.finfo(dtype).eps * wanted["lse"].norm()
     for name in wanted:
-        scale = wanted[name].norm().clamp_min(1e-2)  # with one id, all but lse is 0
-        assert (found[name] - wanted[name]).norm() <= limit * scale, name
+        bound = limit * wanted[name].norm() + rounding
+        assert (found[name] - wanted[name]).norm() <= bound, name
 
 
 @OTHERS

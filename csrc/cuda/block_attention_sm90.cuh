@@ -293,8 +293,10 @@ __global__ void __launch_bounds__(kContextThreads, 1)
                     q + (step / 4 * Shared::kRowBox >> 4) + inner, step > 0);
       }
       wgmma_commit();
-      // The products of the tile before are done: their operands' registers and stage are free.
+      // The products of the tile before are done: their operands' registers and stage are free, as
+      // soon as all of the warp have read the tile's facts.
       wgmma_wait<1>();
+      __syncwarp();
       if (i > 0 && threadIdx.x % 32 == 0) arrive(empty + 8 * ((i - 1) % kContextStages));
       wgmma_fence();
 #pragma unroll
