@@ -155,7 +155,7 @@ class Pipeline:
     def _build_drafter(self) -> None:
         cfg, target = self.cfg, self.target
         spec = drafter_spec(cfg, target.info, self.mask_token_id, self.layer_ids, self.start)
-        self.model = DFlashDraftModel(spec)
+        self.model = DFlashDraftModel.empty(spec, self.dtype)
         if self.resume.tensors:
             states = self.resume.part("model.")
             check_tensors(self.model, states, str(self.checkpoints.folder))
@@ -165,9 +165,8 @@ class Pipeline:
         elif cfg.drafter.init_from == "none":
             self.model.init_weights(cfg.train.seed)
         else:
-            self.model = init_from_folder(spec, cfg.drafter.init_from)
+            self.model = init_from_folder(spec, cfg.drafter.init_from).to(self.dtype)
         self.model.recompute = cfg.train.recompute
-        self.model.to(self.dtype)
 
     def _build_stages(self) -> None:
         cfg = self.cfg

@@ -172,7 +172,18 @@ class DFlashDraftModel(nn.Module):
                 continue
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 / (2 * self.spec.num_layers) ** 0.5 if residual else 0.02
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            drawn = parameter if parameter.is_cpu else torch.empty(parameter.shape)
+            torch.ops.dflash_ext.normal_weights(drawn, generator, std)
+            if drawn is not parameter:
+                parameter.copy_(drawn)
+
+    @classmethod
+    def empty(cls, spec: DrafterSpec, dtype: torch.dtype) -> "DFlashDraftModel":
+        """A drafter on the CPU whose weights are yet to be set: torch's own first weights, which
+        take as long to draw as those that replace them, are left out."""
+        with torch.device("meta"):
+            model = cls(spec).to(dtype)
+        return model.to_empty(device="cpu")
 
     def init_from_target(self, target: "Target") -> None:
         """Start from the target's last layers; see `drafter.init.init_from_target`."""
