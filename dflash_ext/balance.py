@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash_ext.config import Config
 from dflash_ext.config_values import devices_of
+from dflash_ext.data.anchors import anchor_budget
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.drafter.spec import SLIDING, DrafterSpec
 
@@ -283,7 +284,7 @@ class LoadMeter:
         if min(work.busy_s, work.target_busy_s, work.target_tokens, work.tokens) <= 0:
             return None
         batch_s, anchor_s = drafter_seconds(self.cfg, self.spec, self.parameters)
-        max_anchors = self.cfg.train.max_anchors
+        max_anchors = anchor_budget(self.cfg.train, self.cfg.data)
         scale = work.busy_s / batches / (batch_s + anchor_s * max_anchors)
         return Balance(
             targets=self.targets,

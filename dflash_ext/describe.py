@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dflash_ext.config import to_dict
+from dflash_ext.data.anchors import anchor_budget
 from dflash_ext.drafter.init import start_differences
 from dflash_ext.drafter.loss import dead_row_share
 
@@ -44,7 +45,8 @@ def describe(run: Pipeline) -> list[str]:
         *run.text.lines(),
         *run.cache_lines,
         f"plan     {run.total_steps} steps of {cfg.train.grad_accum * run.world} batches, "
-        f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each, "
+        f"up to {cfg.data.token_budget} tokens and {anchor_budget(cfg.train, cfg.data)} anchors "
+        f"each, "
         f"{run.planner.padding_share():.1%} padding, {loss_rows(run)}; "
         f"{len(run.eval_examples)} held-out texts",
         *_machine_lines(run),

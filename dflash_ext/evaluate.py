@@ -247,8 +247,13 @@ def _parser() -> argparse.ArgumentParser:
         help="take the file's answers and report the share of tokens the target would not choose",
     )
     parser.add_argument("--json", metavar="OUT", help="also write all figures to this file")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=["float32", "bfloat16"],
+        help="of both models (default: float32)",
+    )
+    parser.add_argument("--device", default="cpu", help="of both models (default: cpu)")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument(
         "--enable_thinking",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -63,6 +64,8 @@ class RunLogger:
                 resume=resume,
             )
         self._rows = MetricsFile(run_dir / "metrics.jsonl", start_step)
+        if self._rows.set_aside is not None:
+            self.note(f"metrics.jsonl: the rows of before are kept in {self._rows.set_aside}")
         if self._wandb is not None:
             self._wandb.start()
 
@@ -113,12 +116,14 @@ class RunLogger:
 class MetricsFile:
     """metrics.jsonl: one JSON object per step, steps unique and ascending, each flushed.
 
-    Rows that cannot be written are held, and written with the next one.
+    Rows that cannot be written are held, and written with the next one. Where a run begins again,
+    the rows of before become the file ``set_aside``: its steps are counted from 0 again.
     """
 
     def __init__(self, path: Path, start_step: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = []
+        self.set_aside = _set_aside(path) if start_step is None else None
         if start_step is not None and path.exists():
             rows = [row for row in read_metrics(path) if row["step"] <= start_step]
         replace_file(path, "".join(_json_line(row) for row in rows))
@@ -165,6 +170,15 @@ class MetricsFile:
                 self._write()
         finally:
             self._file.close()
+
+
+def _set_aside(path: Path) -> Path | None:
+    """The new name of a file with rows, metrics.1.jsonl if that is free."""
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    names = (path.with_name(f"{path.stem}.{i}{path.suffix}") for i in itertools.count(1))
+    free = next(name for name in names if not name.exists())
+    return path.rename(free)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

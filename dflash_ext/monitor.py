@@ -87,7 +87,7 @@ class Monitor:
         self._look = threading.Event()  # now, not at the next poll
         self._shared_step = self._checked_step = drafters[0].steps.start
         self._nonfinite: dict[int, set[int]] = {}  # suspects by skipped step
-        self._in_a_row: dict[int, set[int]] = {}
+        self.skipped_last: dict[int, set[int]] = {}  # steps in a row up to the last logged one
         self._words: dict[int, list[list[int]]] = {}
         self._times: dict[int, float] = {}
         self._world = len(drafters) * machines.count
@@ -253,12 +253,12 @@ class Monitor:
             )
         for number in made:
             if number not in skipped:
-                self._in_a_row.clear()
+                self.skipped_last.clear()
                 continue
-            self._in_a_row[number] = skipped[number]
-            if len(self._in_a_row) >= self.max_nonfinite_steps:
-                suspects = set[int]().union(*self._in_a_row.values())
-                raise NonfiniteSteps(self._in_a_row, suspects, self.max_nonfinite_steps)
+            self.skipped_last[number] = skipped[number]
+            if len(self.skipped_last) >= self.max_nonfinite_steps:
+                suspects = set[int]().union(*self.skipped_last.values())
+                raise NonfiniteSteps(self.skipped_last, suspects, self.max_nonfinite_steps)
 
     def _flush(self, everything: bool) -> None:
         """Logs complete rows in ascending order; an evaluation joins the row of its step."""

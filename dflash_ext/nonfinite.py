@@ -7,7 +7,7 @@ to the host as the metrics do: the training thread reads nothing and waits for n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,22 @@ class NonfiniteSteps(RuntimeError):
         super().__init__(
             f"train.max_nonfinite_steps: found {len(self.steps)} steps in a row without a finite "
             f"gradient, {self.steps[0]} to {self.steps[-1]}, want fewer than {allowed}"
+        )
+
+
+class NeverTrained(NonfiniteSteps):
+    """A run at its end, of whose steps none had a finite gradient.
+
+    Args:
+        count: all of them, those of the run's earlier parts included.
+    """
+
+    def __init__(self, steps: Iterable[int], suspects: Iterable[int], count: int) -> None:
+        self.steps, self.suspects = sorted(steps), sorted(suspects)
+        RuntimeError.__init__(
+            self,
+            f"train.steps: found none of {count} steps with a finite gradient, so no step changed "
+            "the weights, and nothing is exported; want finite losses",
         )
 
 
@@ -82,13 +98,24 @@ class NonfiniteLog:
         return found
 
 
+def check_trained(run: Pipeline, skipped: Mapping[int, set[int]]) -> None:
+    """Raise NeverTrained if no step of a run that is at its end changed the weights.
+
+    skipped: the suspects of each step that was skipped, as far as this process knows.
+    """
+    optimizer = run.drafter_loops[0].optimizer
+    if not optimizer.taken.any():
+        suspects = set[int]().union(*skipped.values())
+        raise NeverTrained(skipped, suspects, int(optimizer.nonfinite[0]))
+
+
 def explain(error: BaseException | None, run: Pipeline) -> str:
     """Where the batches of a ``NonfiniteSteps`` now lie, as the end of its message; else "".
 
     Written are the suspects of its first step, or all batches of that step. A skipped step changed
     nothing, so the later ones stand for themselves.
     """
-    if not isinstance(error, NonfiniteSteps):
+    if not isinstance(error, NonfiniteSteps) or not error.steps:
         return ""
     step, folder = error.steps[0], run.run_dir / FOLDER
     plans = run.planner.step_plans(step)

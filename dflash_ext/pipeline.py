@@ -39,6 +39,7 @@ from dflash_ext.machines import Machines
 from dflash_ext.metrics import MetricStream
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import build_optimizer
+from dflash_ext.plan import check_drafter
 from dflash_ext.resume import Resume, load_resume
 from dflash_ext.supervisor import Supervisor, Worker
 from dflash_ext.target import Target, load_target, load_tokenizer
@@ -155,6 +156,7 @@ class Pipeline:
     def _build_drafter(self) -> None:
         cfg, target = self.cfg, self.target
         spec = drafter_spec(cfg, target.info, self.mask_token_id, self.layer_ids, self.start)
+        check_drafter(cfg, spec)
         self.model = DFlashDraftModel.empty(spec, self.dtype)
         if self.resume.tensors:
             states = self.resume.part("model.")

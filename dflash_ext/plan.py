@@ -9,15 +9,18 @@ models slower than the estimate.
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 
 from dflash_ext.balance import Balance, drafter_seconds, rate_of
-from dflash_ext.config import Config, UserError
+from dflash_ext.config import Config, TopologyConfig, UserError
 from dflash_ext.config_check import check_same_kind
 from dflash_ext.config_values import devices_of
+from dflash_ext.data.anchors import anchor_budget
 from dflash_ext.drafter.init import start_differences, start_spec
 from dflash_ext.drafter.model import DFlashDraftModel, drafter_spec
+from dflash_ext.drafter.spec import DrafterSpec
 from dflash_ext.placement import split_evenly
 from dflash_ext.target import TargetInfo
 from dflash_ext.target_choices import FAMILY_MASK_TOKEN_ID, layers_and_mask
@@ -26,6 +29,7 @@ from dflash_ext.target_shape import TargetShape, read_target_shape
 GIB = 2**30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 CUDA_BYTES = 2 * GIB  # context, libraries' workspaces, and what the allocator cannot use
+LARGEST = 2**60  # bytes of anything: beyond it torch cannot count
 SMALL_HIDDEN = 2048  # below it kernels are shorter than their launches
 
 
@@ -51,6 +55,7 @@ class Plan:
         # Without a tokenizer the mask token may not be known yet; no size depends on it.
         ids, mask = layers_and_mask(cfg, info, self.start, lambda: _family_mask(info))
         self.spec = drafter_spec(cfg, info, mask, ids, self.start)
+        check_drafter(cfg, self.spec, starting)
         with torch.device("meta"):
             self.drafter = DFlashDraftModel(self.spec)
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
@@ -126,7 +131,8 @@ class Plan:
     def _group_activations(self) -> int:
         """What the backward pass of a group of anchors needs of each row and layer."""
         spec, train = self.spec, self.cfg.train
-        rows = min(train.anchor_group or train.max_anchors, train.max_anchors) * spec.block_size
+        anchors = anchor_budget(train, self.cfg.data)
+        rows = min(train.anchor_group or anchors, anchors) * spec.block_size
         queries = spec.num_attention_heads * spec.head_dim
         keys_values = 2 * spec.num_key_value_heads * spec.head_dim
         hidden, mlp = spec.hidden_size, spec.intermediate_size
@@ -142,7 +148,8 @@ class Plan:
         """Logits of a chunk (twice with a teacher) and the gradient of all rows in fp32."""
         train, info = self.cfg.train, self.target.info
         logits = train.loss_chunk_rows * info.vocab_size * self.item
-        group = min(train.anchor_group or train.max_anchors, train.max_anchors)
+        anchors = anchor_budget(train, self.cfg.data)
+        group = min(train.anchor_group or anchors, anchors)
         return logits * (2 if train.kl_weight > 0 else 1) + (
             group * self.spec.block_size * info.hidden_size * 4
         )
@@ -150,17 +157,7 @@ class Plan:
     def limit(self, device: str) -> int | None:
         """Bytes of a GPU that may be filled, None if unknown (as for a CPU): as configured, else
         what a GPU here has; for a run that starts at most what it has free."""
-        if device == "cpu":
-            return None
-        limits, index = [], int(device.removeprefix("cuda:"))
-        if self.cfg.topology.gpu_memory_gib is not None:
-            limits.append(int(self.cfg.topology.gpu_memory_gib * GIB))
-        if index < torch.cuda.device_count():
-            if self.starting:
-                limits.append(torch.cuda.mem_get_info(index)[0])
-            elif not limits:
-                limits.append(torch.cuda.get_device_properties(index).total_memory)
-        return min(limits, default=None)
+        return None if device == "cpu" else _gpu_limit(self.cfg.topology, device, self.starting)
 
     def check_memory(self) -> None:
         """Refuse a run that does not fit.
@@ -206,7 +203,7 @@ class Plan:
             batch_tokens=self.cfg.data.token_budget,
             batch_s=batch_s,
             anchor_s=anchor_s,
-            max_anchors=self.cfg.train.max_anchors,
+            max_anchors=anchor_budget(self.cfg.train, self.cfg.data),
         )
 
     # -- for people ----------------------------------------------------------------------------
@@ -229,7 +226,8 @@ class Plan:
             f"block {spec.block_size}, started from {cfg.drafter.init_from}",
             *start,
             f"plan     {steps} of {cfg.train.grad_accum * len(cfg.topology.drafters)} batches, "
-            f"up to {cfg.data.token_budget} tokens and {cfg.train.max_anchors} anchors each",
+            f"up to {cfg.data.token_budget} tokens and "
+            f"{anchor_budget(cfg.train, cfg.data)} anchors each",
             *self.memory_lines(),
             *self._speed_lines(),
         ]
@@ -263,6 +261,43 @@ class Plan:
         if not on_cpu and self.spec.hidden_size < SMALL_HIDDEN:
             speed += "; kernels this short reach less"
         return [speed, f"balance  {balance.line()}"]
+
+
+def check_drafter(cfg: Config, spec: DrafterSpec, starting: bool = False) -> None:
+    """Refuse a drafter whose masters, gradients and moments alone, 16 bytes a parameter (Muon: 12),
+    are more than a device of its drafters holds: on a CPU, than this machine's memory.
+
+    Raises:
+        UserError: naming the sizes, the need and the memory.
+    """
+    drafters = cfg.topology.drafters
+    each = spec.num_parameters * (12 if cfg.train.optimizer == "muon" else 16)
+    for device in dict.fromkeys(drafters):
+        need, limit = each * drafters.count(device), LARGEST
+        if device == "cpu":
+            limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        elif (known := _gpu_limit(cfg.topology, device, starting)) is not None:
+            limit = known
+        if need > limit:
+            names = ("num_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+            sizes = ", ".join(f"{n} {getattr(spec, n)}" for n in (*names, "intermediate_size"))
+            raise UserError(
+                f"drafter: found {sizes}: {spec.num_parameters:,} parameters, whose masters, "
+                f"gradients and moments need {need / GIB:,.1f} GiB on {device}, "
+                f"want at most {limit / GIB:,.1f} GiB: lower these sizes"
+            )
+
+
+def _gpu_limit(topology: TopologyConfig, device: str, starting: bool) -> int | None:
+    limits, index = [], int(device.removeprefix("cuda:"))
+    if topology.gpu_memory_gib is not None:
+        limits.append(int(topology.gpu_memory_gib * GIB))
+    if index < torch.cuda.device_count():
+        if starting:
+            limits.append(torch.cuda.mem_get_info(index)[0])
+        elif not limits:
+            limits.append(torch.cuda.get_device_properties(index).total_memory)
+    return min(limits, default=None)
 
 
 def _family_mask(info: TargetInfo) -> int:

@@ -60,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--server", metavar="URL", help="OpenAI-compatible server")
     parser.add_argument("--prompts", required=True, metavar="FILE", help="conversations")
     parser.add_argument("--out", required=True, metavar="FILE", help="JSONL to write or resume")
-    parser.add_argument("--max_new_tokens", type=_positive, default=2048)
+    parser.add_argument(
+        "--max_new_tokens", type=_positive, default=2048, help="limit of an answer (default: 2048)"
+    )
     parser.add_argument(
         "--enable_thinking", choices=["true", "false"], help="passed to the chat template"
     )
@@ -68,15 +70,32 @@ def _parser() -> argparse.ArgumentParser:
         "--keep_truncated", action="store_true", help="keep answers cut off at the length limit"
     )
     local = parser.add_argument_group("with --target")
-    local.add_argument("--batch_size", type=_positive, default=64)
-    local.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    local.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    local.add_argument(
+        "--batch_size", type=_positive, default=64, help="prompts at a time (default: 64)"
+    )
+    local.add_argument(
+        "--dtype",
+        default="float32",
+        choices=["float32", "bfloat16"],
+        help="of the target (default: float32)",
+    )
+    local.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the target runs (default: a GPU if there is one)",
+    )
     local.add_argument("--revision", help="of a hub id")
     remote = parser.add_argument_group("with --server")
     remote.add_argument("--model", help="name to ask for (default: the server's first)")
-    remote.add_argument("--concurrency", type=_positive, default=64, help="requests at a time")
-    remote.add_argument("--tries", type=_positive, default=8, help="of a request that fails")
-    remote.add_argument("--timeout", type=_positive, default=600, help="seconds for one answer")
+    remote.add_argument(
+        "--concurrency", type=_positive, default=64, help="requests at a time (default: 64)"
+    )
+    remote.add_argument(
+        "--tries", type=_positive, default=8, help="of a request that fails (default: 8)"
+    )
+    remote.add_argument(
+        "--timeout", type=_positive, default=600, help="seconds for one answer (default: 600)"
+    )
     remote.add_argument(
         "--skip_refused",
         action="store_true",
@@ -103,6 +122,7 @@ def _run(args: argparse.Namespace) -> None:
     with naming(out), open_output(out) as file:
         done, unanswered = resume_point(file, out, prompts)
         if done:
+            check_same(out, _asked(args), unknown=_found_out(args))
             print(f"{out}: {done} of {len(prompts)} rows are there already", file=sys.stderr)
         if done < len(prompts):
             generator, settings = _generator(args)
@@ -118,27 +138,43 @@ def _run(args: argparse.Namespace) -> None:
         )
 
 
-def _generator(args: argparse.Namespace) -> tuple[Generator, dict[str, object]]:
-    """Who answers, and the settings that OUT.settings.yaml keeps."""
-    thinking = None if args.enable_thinking is None else args.enable_thinking == "true"
-    settings: dict[str, object] = {
-        "enable_thinking": thinking,
+def _asked(args: argparse.Namespace) -> dict[str, object]:
+    """The settings that OUT.settings.yaml keeps, as far as the command line says them."""
+    origin = {"target": args.target, "revision": args.revision, "dtype": args.dtype}
+    return {
+        **({"model": args.model} if args.target is None else origin),
+        "enable_thinking": _thinking(args),
         "temperature": 0,
         "max_new_tokens": args.max_new_tokens,
         "keep_truncated": args.keep_truncated,
     }
+
+
+def _found_out(args: argparse.Namespace) -> tuple[str, ...]:
+    """The settings that only the server, or the target's tokenizer, tells."""
+    if args.target is not None:
+        return ("template",)
+    return () if args.model else ("model",)
+
+
+def _thinking(args: argparse.Namespace) -> bool | None:
+    return None if args.enable_thinking is None else args.enable_thinking == "true"
+
+
+def _generator(args: argparse.Namespace) -> tuple[Generator, dict[str, object]]:
+    """Who answers, and all settings that OUT.settings.yaml keeps."""
     if args.server is not None:
         server = ServerGenerator(
             args.server,
             args.max_new_tokens,
             model=args.model,
-            enable_thinking=thinking,
+            enable_thinking=_thinking(args),
             concurrency=args.concurrency,
             tries=args.tries,
             timeout_s=args.timeout,
             skip_refused=args.skip_refused,
         )
-        return server, {"model": server.model, **settings}
+        return server, {**_asked(args), "model": server.model}
     target = load_target(args.target, dtype=args.dtype, device=args.device, revision=args.revision)
     tokenizer = load_tokenizer(args.target, args.revision)
     local = TargetGenerator(
@@ -146,10 +182,9 @@ def _generator(args: argparse.Namespace) -> tuple[Generator, dict[str, object]]:
         tokenizer,
         args.max_new_tokens,
         batch_size=args.batch_size,
-        enable_thinking=thinking,
+        enable_thinking=_thinking(args),
     )
-    origin = {"target": args.target, "revision": args.revision, "dtype": args.dtype}
-    return local, {**origin, "template": template_hash(tokenizer), **settings}
+    return local, {**_asked(args), "template": template_hash(tokenizer)}
 
 
 @dataclass(frozen=True)

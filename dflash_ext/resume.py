@@ -80,7 +80,10 @@ def load_resume(checkpoints: CheckpointManager, cfg: Config, processes: int = 1)
     if not checkpoints.steps():
         if begun.exists():
             _check_same_run(to_dict(load_config(begun)), cfg, str(begun))
-        return Resume(notes=["resume   found no checkpoint yet: from the beginning"])
+        note = "resume   found no checkpoint yet: from the beginning"
+        if not cfg.checkpoint.every:
+            note += "; checkpoint.every 0 saves only at the end or at a signal"
+        return Resume(notes=[note])
     tensors, meta = checkpoints.load()
     place = f"{checkpoints.folder}, step {meta['step']}"
     for name, types in _META.items():

@@ -97,7 +97,10 @@ def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
     try:
         monitor = pipeline.run(logger)
         if logger is not None and pipeline.complete:
+            nonfinite.check_trained(pipeline, monitor.skipped_last)
             summary = _summary(pipeline, monitor, time.perf_counter() - start)
+    except nonfinite.NeverTrained as error:
+        raise RunFailed(f"{error}{nonfinite.explain(error, pipeline)}") from error
     except RunFailed as error:
         raise RunFailed(
             machines.explain(error) + nonfinite.explain(error.__cause__, pipeline)

@@ -201,6 +201,11 @@ mechanism(
     "test_train.py::test_steps_without_a_finite_gradient_are_skipped_counted_and_stop_the_run",
     "test_faults.py::test_nonfinite_steps_in_a_row_end_the_run_and_leave_their_batch",
 )
+mechanism(
+    "a drafter that was never trained is not exported",
+    replaced("dflash_ext.nonfinite:check_trained", nothing),
+    "test_nonfinite.py::test_a_run_whose_steps_were_all_skipped_ends_without_an_export",
+)
 
 # -- text --------------------------------------------------------------------------------------
 

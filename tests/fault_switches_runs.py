@@ -12,6 +12,11 @@ mechanism(
     "test_plan.py::test_a_run_that_cannot_fit_ends_before_anything_is_loaded",
 )
 mechanism(
+    "a drafter that no memory holds is refused",
+    replaced("dflash_ext.plan:check_drafter", nothing),
+    "test_plan.py::test_a_drafter_that_no_memory_holds_is_refused_with_numbers",
+)
+mechanism(
     "GPUs are asked for FP8",
     replaced("dflash_ext.fp8:CAPABILITY", (0, 0)),
     "test_fp8.py::test_gpus_without_fp8_are_refused",

@@ -5,7 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_ext.config import DataConfig, TrainConfig
 from dflash_ext.data.anchors import anchor_quotas, sample_anchors, valid_anchors
+from dflash_ext.data.corpus import Example
+from dflash_ext.data.packing import BatchPlanner
+from dflash_ext.layout import BlockLayout
 
 _COUNTS = st.lists(
     st.tuples(st.integers(0, 60), st.floats(0, 1)).map(
@@ -91,3 +95,19 @@ def test_valid_anchors_stay_inside_a_document_and_an_answer():
     mask = np.asarray([1, 1, 1, 0, 1, 1, 1, 1], dtype=np.uint8)
     document = np.asarray([0, 0, 0, 0, 0, 0, 1, 1])
     assert valid_anchors(mask, document).tolist() == [0, 1, 4, 6]
+
+
+def test_a_budget_beyond_the_tokens_of_a_batch_costs_nothing() -> None:
+    """What a plan takes, and the drafter computes, follows the batch: nothing is lost by it."""
+    ids, mask = np.arange(1, 41, dtype=np.int32), np.ones(40, dtype=np.uint8)
+    examples = [Example(ids, mask, "data.jsonl:1")] * 4
+    few, many = (
+        BatchPlanner(
+            examples, DataConfig(token_budget=96), TrainConfig(max_anchors=n), BlockLayout(4), 1
+        ).batch(0)
+        for n in (96, 10**6)
+    )
+    assert many.anchors.shape == (96,) and many.labels.shape == (96, 4)
+    assert int((many.anchors < 96).sum()) == 2 * 39  # all that there are
+    for name in ("anchors", "labels", "weights", "rows", "ctx_start"):
+        assert torch.equal(getattr(few, name), getattr(many, name))

@@ -210,3 +210,29 @@ def test_a_drafter_is_no_target(bench, tmp_path, capsys) -> None:
         logging.getLogger("transformers").removeHandler(handler)
     assert "found no lm_head.weight and 1 others, want all tensors of the model" in one_line(capsys)
     assert reports == []
+
+
+def test_a_finished_file_says_which_settings_differ_before_anything_is_loaded(
+    tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path, monkeypatch, capsys
+) -> None:
+    out, source = tmp_path / "out.jsonl", ["--target", str(tiny_target_dir)]
+    files = ["--prompts", str(tiny_jsonl(n=2)), "--out", str(out), "--max_new_tokens"]
+    assert regenerate.main([*source, *files, "6"]) == 0
+    content = out.read_bytes()
+    capsys.readouterr()
+    monkeypatch.setattr(regenerate, "_generator", no_work)
+    assert regenerate.main([*source, *files, "7", "--keep_truncated"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {out}.settings.yaml: found max_new_tokens 6, this command has 7; found "
+        "keep_truncated False, this command has True; want the same or a new --out\n"
+    )
+    server = ["--server", "http://127.0.0.1:9"]
+    assert regenerate.main([*server, *files, "6"]) == 2
+    assert "found target " in capsys.readouterr().err
+    assert regenerate.main([*source, *files, "6"]) == 0
+    assert out.read_bytes() == content
+    Path(f"{out}.settings.yaml").write_text("{model: m, max_new_tokens: 6, keep_truncated: false}")
+    assert regenerate.main([*server, *files, "6"]) == 0  # its model is not asked for
+    capsys.readouterr()
+    assert regenerate.main([*server, "--model", "n", *files, "6"]) == 2
+    assert "found model 'm', this command has 'n'; want" in capsys.readouterr().err

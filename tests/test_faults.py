@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Runs(TinyRun):
 @pytest.fixture
 def run(
     tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path, monkeypatch
-) -> Iterator[Runs]:
+) -> Runs:
     runs = Runs(tiny_target_dir, tiny_jsonl, tmp_path)
     runs.supervisors = []
     init = Supervisor.__init__
@@ -54,10 +54,7 @@ def run(
         timer.start()
 
     monkeypatch.setattr(Supervisor, "__init__", bounded)
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    yield runs
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
+    return runs
 
 
 def rows(run: Runs, name: str = "a") -> list[dict]:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +13,13 @@ from dflash_ext.drafter.loss import Objective
 from dflash_ext.nonfinite import KEPT_STEPS, NonfiniteLog, NonfiniteSteps
 
 
-def poison(patch: pytest.MonkeyPatch, batch: int) -> None:
-    """This batch's loss is NaN."""
+def poison(patch: pytest.MonkeyPatch, *batches: int) -> None:
+    """The loss of these batches is NaN."""
     stats = Objective.stats
 
     def poisoned(self: Any, model: Any, head: Any, kv: Any, plan: Any, *args: Any) -> Any:
         found = stats(self, model, head, kv, plan, *args)
-        return found._replace(loss=found.loss * torch.nan) if plan.batch_id == batch else found
+        return found._replace(loss=found.loss * torch.nan) if plan.batch_id in batches else found
 
     patch.setattr(Objective, "stats", poisoned)
 
@@ -81,28 +80,45 @@ def test_the_error_says_which_steps() -> None:
     )
 
 
-def test_batches_of_a_run_that_goes_on_with_other_drafters(
-    tiny_target_dir, tiny_jsonl, tmp_path: Path
-) -> None:
+def test_batches_of_a_run_that_goes_on_with_other_drafters(run: TinyRun) -> None:
     """One step of batch 0, then two drafters: step 1 has 1 (drafter 1's) and 2 (drafter 0's)."""
-    run = TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
     flags = ["--data.eval=[]", "--topology.drafters=[cpu, cpu]", "--resume"]
     assert run("a", "--data.eval=[]", "--train.steps=1") == 0
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, 1)
         assert run("a", *flags, "--train.steps=2") == 0
-    row = json.loads((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()[-1])
+    row = json.loads((run.folder / "a" / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["nonfinite_steps"] == 1 and row["nonfinite_batches"] == [1]
 
 
 @pytest.mark.parametrize("accum", [1, 3])
-def test_batches_are_named_by_their_ids(accum: int, tiny_target_dir, tiny_jsonl, tmp_path: Path):
+def test_batches_are_named_by_their_ids(accum: int, run: TinyRun) -> None:
     """Of two drafters; the second one's second batch, with grad_accum, is number 3 of its step."""
     bad = {1: 3, 3: 2 * 3 + 3}[accum]  # a batch of step 1
-    run = TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
     flags = ["--data.eval=[]", "--train.steps=2", "--topology.drafters=[cpu, cpu]"]
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, bad)
         assert run("a", *flags, f"--train.grad_accum={accum}") == 0
-    (row,) = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").open()]
+    (row,) = [json.loads(line) for line in (run.folder / "a" / "metrics.jsonl").open()]
     assert row["nonfinite_steps"] == 1 and row["nonfinite_batches"] == [bad]
+
+
+@pytest.mark.parametrize("drafters", ["[cpu]", "[cpu, cpu]"])
+def test_a_run_whose_steps_were_all_skipped_ends_without_an_export(
+    drafters: str, run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Too few to reach train.max_nonfinite_steps; the count goes on in a resumed run."""
+    flags = [f"--topology.drafters={drafters}", "--data.eval=[]"]
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch, *range(8))
+        assert run("a", *flags, "--train.steps=3") == 1
+        found = "error: train.steps: found none of 3 steps with a finite gradient, so no step "
+        line, folder = capsys.readouterr().err.splitlines()[-1], run.folder / "a"
+        assert line.startswith(found) and line.endswith(f"see {folder / 'nonfinite'}")
+        assert not (folder / "export").exists() and not (folder / "summary.json").exists()
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+        assert run.steps("a") == [3]
+        assert run("a", *flags, "--resume", "--train.steps=4") == 1
+        assert "found none of 4 steps with a finite gradient" in capsys.readouterr().err
+    assert run("a", *flags, "--resume", "--train.steps=6") == 0
+    assert (folder / "export").exists()

@@ -105,6 +105,41 @@ def test_a_gpu_too_small_is_refused_with_numbers(capsys: pytest.CaptureFixture[s
     )
 
 
+SIZES = ("intermediate_size", "num_attention_heads", "head_dim")
+
+
+@pytest.mark.parametrize(("size", "value"), [*zip(SIZES, (10**12, 10**9, 10**18), strict=True)])
+@pytest.mark.parametrize("path", [BIG, PROJECT_ROOT / "configs" / "smollm2_cpu.yaml"])
+def test_a_drafter_that_no_memory_holds_is_refused_with_numbers(
+    path: Path, size: str, value: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = ["--drafter.num_key_value_heads=1"] if size == "num_attention_heads" else []
+    code, _, err = planned(path, capsys, f"--drafter.{size}={value}", *heads)
+    assert code == 2 and err.count("\n") == 1
+    assert re.match(rf"error: drafter: found .*\b{size} {value}\b.* parameters, whose ", err)
+    device = "cuda:5" if path == BIG else "cpu"
+    assert re.search(rf"need [\d,.]+ GiB on {device}, want at most [\d,.]+ GiB: lower these", err)
+
+
+def test_a_drafters_parameters_are_counted_without_it() -> None:
+    for path in RECIPES:
+        for split in (False, True):
+            cfg = load_config(path)
+            cfg.drafter.split_fc = split
+            plan = Plan(cfg)
+            assert plan.spec.num_parameters == plan.parameters
+
+
+def test_no_more_anchors_are_planned_than_a_batch_has_tokens() -> None:
+    cfg = load_config(BIG)
+    cfg.train.max_anchors, cfg.train.anchor_group = cfg.data.token_budget, None
+    most = Plan(cfg)
+    cfg.train.max_anchors = 10**6
+    more = Plan(cfg)
+    assert more.memory == most.memory and more.balance() == most.balance()
+    assert f" tokens and {cfg.data.token_budget} anchors each" in "\n".join(more.lines())
+
+
 def with_gpus(monkeypatch: pytest.MonkeyPatch, free_gib: float) -> None:
     """Eight GPUs of 139 GiB, the fifth (a target's) with `free_gib` left by someone else."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -233,7 +268,7 @@ def test_settings_that_take_or_save_memory(tiny_target_dir: Path) -> None:
         return Plan(tiny(tiny_target_dir, **fields)).memory["cuda:1"][name]
 
     activations = "activations of a group"
-    assert part(activations, anchor_group=128) == part(activations) // 4
+    assert part(activations, anchor_group=64) == part(activations) // 4  # of 256 tokens
     assert part(activations, recompute=True) < part(activations)
     assert part("loss scratch", kl_weight=1.0) > part("loss scratch")
     assert part("moments", optimizer="muon") == part("moments") // 2

@@ -3,9 +3,12 @@
 import dataclasses
 import re
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 from fault_switches import MECHANISMS
 
+from dflash_ext import evaluate, export, plot, regenerate, train
 from dflash_ext.config import Config
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +22,23 @@ def test_ci_runs_exactly_the_commands_of_the_quick_start() -> None:
     lines = [line for block in commands for line in block.strip().splitlines()]
     assert len(lines) == 2
     assert all(line in ci for line in lines)
+
+
+@pytest.mark.parametrize("command", [train, evaluate, regenerate, export, plot])
+def test_every_flag_stands_in_the_table_of_commands_and_is_explained(
+    command: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    text = capsys.readouterr().out
+    flags = set(re.findall(r"^  (?:-h, )?(--\w+)(?![\w.])", text, flags=re.MULTILINE)) - {"--help"}
+    name = f"python -m {command.__name__}"
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| `{name} ")]
+    syntax = row.rpartition(" | ")[0]
+    assert flags == {*re.findall(r"--\w+(?![\w.])", syntax)} - {"--section"}
+    for flag in flags:
+        words = re.search(rf"^  {flag}\b(.*(?:\n {{6,}}.*)*)", text, flags=re.MULTILINE)
+        assert words is not None and re.search(r"[a-z]{3}", re.sub(r"\{.*?\}", "", words[1])), flag
 
 
 def test_every_configuration_field_stands_in_the_readme_with_its_default() -> None:

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,6 @@ from dflash_ext.data.packing import BatchPlanner
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.layout import BlockLayout
 from dflash_ext.optim import lr_at
-
-
-@pytest.fixture
-def run(tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path) -> TinyRun:
-    return TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
 
 
 def rows(run: TinyRun, name: str) -> list[dict[str, Any]]:
@@ -65,7 +59,9 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(run, tmp_path, cap
     flags = ["--log.dir", str(tmp_path), "--log.name", "a", "--resume"]
     assert run_command(lambda: train.main(flags)) == 0
     out = capsys.readouterr().out
-    assert "resume   found no checkpoint yet: from the beginning\n" in out
+    said = "resume   found no checkpoint yet: from the beginning; checkpoint.every 0 saves only at "
+    assert said in out and f"rows of before are kept in {killed / 'metrics.1.jsonl'}\n" in out
+    assert (killed / "metrics.1.jsonl").read_text().startswith('{"step": 0, "eval_accept_len": 9.0')
     losses = [[row.get("loss") for row in rows(run, name)] for name in ("whole", "a")]
     assert losses[0] == losses[1]
 

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,6 @@ from tiny_run import TinyRun
 from dflash_ext.config import UserError
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.run_folder import claim
-
-
-@pytest.fixture
-def run(tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path) -> TinyRun:
-    return TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
 
 
 def no_load(*args: object, **kwargs: object) -> None:

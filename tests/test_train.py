@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,34 +20,6 @@ from dflash_ext.target_loop import TargetForwardLoop
 
 STEPS = 6
 NAMES = ("whole", "parts")
-
-
-@pytest.fixture
-def run(tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path):
-    """run("name", "--section.field=value", ...) -> exit code; the run lies in tmp_path/name."""
-    data = tiny_jsonl(n=9)
-    heldout = tiny_jsonl(n=3, name="heldout.jsonl")
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-
-    def go(name: str, *flags: str) -> int:
-        config = tmp_path / "config.yaml"
-        config.write_text(
-            f"""
-model: {{target: {tiny_target_dir}, dtype: float32}}
-drafter: {{num_layers: 2, block_size: 4}}
-data: {{train: [{data}], eval: [{heldout}], token_budget: 200}}
-topology: {{targets: [cpu], drafters: [cpu], cpu_threads: 1}}
-train: {{steps: {STEPS}, lr: 0.003, max_anchors: 12, metrics_every: 2}}
-log: {{dir: {tmp_path}, every: 2}}
-"""
-        )
-        return run_command(
-            lambda: train.main(["--config", str(config), f"--log.name={name}", *flags])
-        )
-
-    yield go
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -241,6 +212,9 @@ def test_a_second_run_in_the_same_folder_is_refused(run, capsys) -> None:
         ("--model.target_layer_ids=[1, 6]", "model.target_layer_ids"),
         ("--model.target_layer_ids=[3, 1]", "model.target_layer_ids"),
         ("--drafter.block_size=1", "drafter.block_size"),
+        ("--drafter.intermediate_size=1000000000000", "error: drafter: found num_layers 2, "),
+        ("--drafter.num_attention_heads=1000000000", "GiB on cpu, want at most"),
+        ("--drafter.head_dim=1000000000000000000", "GiB on cpu, want at most"),
         ("--data.token_budget=20", "data.token_budget"),
         ("--data.train=[missing.jsonl]", "missing.jsonl"),
         ("--train.gama=1", "train.gamma"),

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,11 +26,10 @@ Run = Callable[..., int]
 
 
 @pytest.fixture
-def run(tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path) -> Iterator[Run]:
+def run(tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path) -> Run:
     """run("name", "--section.field=value", ...) -> exit code; the run lies in tmp_path/name."""
     data = tiny_jsonl(n=9)
     heldout = tiny_jsonl(n=3, name="heldout.jsonl")
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
 
     def go(name: str, *flags: str) -> int:
         config = tmp_path / "config.yaml"
@@ -48,9 +47,7 @@ log: {{dir: {tmp_path}, every: 2}}
             lambda: train.main(["--config", str(config), f"--log.name={name}", *flags])
         )
 
-    yield go
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
+    return go
 
 
 def rows(folder: Path) -> list[dict]:

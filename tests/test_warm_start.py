@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from export_cases import drop, edit_tensors, rename, transform
 from safetensors.torch import load_file, save_file
-from tiny_run import TinyRun
 
 from dflash_ext.config import DrafterConfig, UserError
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec
@@ -65,11 +63,6 @@ def public(tmp_path: Path) -> Path:
     for name in ("README.md", "dflash.py", ".gitattributes"):
         (folder / name).write_text("# raise SystemExit")
     return folder
-
-
-@pytest.fixture
-def run(tiny_target_dir: Path, tiny_jsonl: Callable[..., Path], tmp_path: Path) -> TinyRun:
-    return TinyRun(tiny_target_dir, tiny_jsonl, tmp_path)
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:

@@ -5,6 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dflash_ext.config import DataConfig, TrainConfig
+
+
+def anchor_budget(train: TrainConfig, data: DataConfig) -> int:
+    """Blocks of one batch: train.max_anchors, but a batch has no more anchors than tokens."""
+    return min(train.max_anchors, data.token_budget)
+
 
 def valid_anchors(mask: np.ndarray, document: np.ndarray) -> np.ndarray:
     """Packed indices a, ascending, where a and a + 1 are supervised and in the same document.

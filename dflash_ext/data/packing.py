@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from dflash_ext.config import DataConfig, TrainConfig, UserError
-from dflash_ext.data.anchors import sample_anchors, sample_prefixes, valid_anchors
+from dflash_ext.data.anchors import (
+    anchor_budget,
+    sample_anchors,
+    sample_prefixes,
+    valid_anchors,
+)
 from dflash_ext.data.buckets import EpochBatches, fill_batches, seeded_generator
 from dflash_ext.data.corpus import Corpus, Example
 from dflash_ext.layout import BlockLayout
@@ -113,7 +118,7 @@ class BatchPlanner:
         self._eval_data = _Documents(eval_examples or [], data_cfg.token_budget)
         self._token_budget = data_cfg.token_budget
         self._seed = data_cfg.seed
-        self._train = train_cfg
+        self._train, self._data_cfg = train_cfg, data_cfg
         self._layout = layout
         self.world = world
         self.batches_per_step = train_cfg.grad_accum * world
@@ -129,10 +134,9 @@ class BatchPlanner:
         epoch, docs = self._batches.locate(batch_id)
         packed = self._data.pack(docs)
         generator = seeded_generator(self._seed, epoch, batch_id)
-        anchors = sample_anchors(packed.mask, packed.document, self._train.max_anchors, generator)
-        return self._plan(
-            packed, anchors, self._train.max_anchors, batch_id, epoch, "train", generator
-        )
+        budget = anchor_budget(self._train, self._data_cfg)
+        anchors = sample_anchors(packed.mask, packed.document, budget, generator)
+        return self._plan(packed, anchors, budget, batch_id, epoch, "train", generator)
 
     def step_plans(self, step: int) -> list[BatchPlan]:
         """The grad_accum * W plans of optimizer step `step`, with the step's weight_sum.

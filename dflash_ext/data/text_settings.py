@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,15 +57,21 @@ def write_settings(text: str | Path, settings: Settings) -> None:
     replace_file(settings_path(text), yaml.safe_dump(dict(settings), sort_keys=False))
 
 
-def check_same(text: str | Path, now: Settings) -> None:
-    """Refuse to go on with a file that was begun with other settings."""
+def check_same(text: str | Path, now: Settings, unknown: Collection[str] = ()) -> None:
+    """Refuse to go on with a file that was begun with other settings.
+
+    `unknown`: settings that are not compared. Raises UserError naming all that differ.
+    """
     before = read_settings(text) or {}
-    for name, value in before.items():
-        if now.get(name) != value:
-            raise UserError(
-                f"{settings_path(text)}: found {name} {shown(value)}, this command has "
-                f"{shown(now.get(name))}, want the same or a new --out"
-            )
+    differing = [
+        f"found {name} {shown(value)}, this command has {shown(now.get(name))}"
+        for name, value in before.items()
+        if name not in unknown and now.get(name) != value
+    ]
+    if differing:
+        raise UserError(
+            f"{settings_path(text)}: {'; '.join(differing)}; want the same or a new --out"
+        )
 
 
 def mismatches(

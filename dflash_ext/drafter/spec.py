@@ -64,6 +64,14 @@ class DrafterSpec:
             object.__setattr__(self, "causal", self.layer_types[0] == SLIDING)
 
     @property
+    def num_parameters(self) -> int:
+        """Of all tensors of `DFlashDraftModel`, with or without a split `fc`."""
+        hidden, heads = self.hidden_size, self.num_attention_heads + self.num_key_value_heads
+        attention = 2 * heads * self.head_dim * hidden + 2 * self.head_dim
+        layer = attention + 3 * hidden * self.intermediate_size + 2 * hidden
+        return self.num_layers * layer + len(self.target_layer_ids) * hidden**2 + 2 * hidden
+
+    @property
     def layout(self) -> BlockLayout:
         return BlockLayout(self.block_size, causal_in_block=bool(self.causal))
 
