@@ -4,7 +4,8 @@ sides are replays of CUDA graphs, so that no host is timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -214,6 +215,40 @@ def make_case(device: torch.device, shape: tuple) -> Case:
     )
 
 
-def cases(device: torch.device) -> list[Case]:
-    shapes = CPU_SHAPES if device.type == "cpu" else GPU_SHAPES
-    return [make_case(device, shape) for shape in shapes]
+def forward_case(device: torch.device, shape: tuple) -> Case:
+    """Hopper's forward alone, against the Triton one."""
+    from dflash_ext.ops.block_attention import triton
+    from dflash_ext.ops.block_attention.devices import problem_of
+
+    inputs = Inputs(device, torch.bfloat16, *shape)
+    tensors, ranges = [x.detach() for x in inputs.tensors], [inputs.start, inputs.end]
+    problem = problem_of(tensors, inputs.scale, inputs.window, False)
+    config = dataclasses.replace(triton.config_for(tensors[0]), hopper=False)
+    kernel = torch.ops.dflash_ext.block_attention_forward_hopper
+    options = {"scale": inputs.scale, "window": inputs.window}
+    run = Captured(lambda: list(kernel(*tensors, *ranges, **options)))
+    peer = Captured(lambda: list(triton.forward(problem, tensors, ranges, config)))
+
+    def check() -> None:
+        wanted = portable_forward([x.double() for x in tensors], ranges, causal=False, **options)
+        mine, others = (errors(call(), list(wanted)) for call in (run, peer))
+        assert mine[0] <= 2 * others[0] and mine[1] <= 1e-5, (mine, others)
+
+    blocks, slots, q_heads, kv_heads, dim, tokens, _, window = shape
+    return Case(
+        op="forward (CUDA)",
+        shape=f"A{blocks} K{slots} {q_heads}/{kv_heads}x{dim} T{tokens} W{window}",
+        run=run,
+        peer=peer,
+        peer_name="forward (Triton)",
+        check=check,
+        flops=4 * inputs.pairs() * q_heads * dim,
+    )
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    for shape in CPU_SHAPES if device.type == "cpu" else GPU_SHAPES:
+        yield make_case(device, shape)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        for shape in GPU_SHAPES:
+            yield forward_case(device, shape)

@@ -104,6 +104,20 @@ TORCH_LIBRARY(dflash_ext, m) {
       "int? window=None, "
       "bool causal=False"
       ") -> (Tensor dq, Tensor dk_ctx, Tensor dv_ctx, Tensor dk_blk, Tensor dv_blk)");
+  // block_attention on Hopper, internal: ops/block_attention/triton.py calls it.
+  m.def(
+      "block_attention_forward_hopper("
+      "Tensor q, "
+      "Tensor k_ctx, "
+      "Tensor v_ctx, "
+      "Tensor k_blk, "
+      "Tensor v_blk, "
+      "Tensor ctx_start, "
+      "Tensor ctx_end, *, "
+      "float scale, "
+      "int? window=None, "
+      "bool causal=False"
+      ") -> (Tensor out, Tensor lse)");
   // A step of block_attention_backward on Hopper, internal: ops/block_attention/triton.py calls it.
   m.def(
       "block_attention_context_gradients("

@@ -40,6 +40,15 @@ def default_device():
     torch.set_default_device(None)
 
 
+@pytest.fixture(params=["triton", "cuda"])
+def forward(request, monkeypatch) -> str:
+    """The kernel of the forward: the Triton one, or Hopper's where there is one."""
+    if request.param == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    monkeypatch.setattr("dflash_ext.ops.block_attention.triton.FORWARD", request.param)
+    return request.param
+
+
 def ordered(case: Case) -> Case:
     """The same with its blocks in ascending order, as a batch has them."""
     order = case.ctx_end.argsort()
@@ -70,6 +79,7 @@ def test_fp32_matches_fp64(shape: tuple, mask: dict, in_order: bool, nan_poison:
         assert (found[name].double() - wanted[name].double()).norm() <= 1e-5 * size, name
 
 
+@pytest.mark.usefixtures("forward")
 @pytest.mark.parametrize("shape, mask", CASES, ids=shown)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_good_as_plain_torch(
@@ -80,6 +90,31 @@ def test_half_precision_is_as_good_as_plain_torch(
     found = case.run(block_attention, dtype, **mask)
     plain = case.run(sdpa, dtype, **mask)
     assert_no_worse(found, plain, wanted, case)
+
+
+@pytest.mark.parametrize("shape, mask", CASES, ids=shown)
+@pytest.mark.parametrize("in_order", [False, True])
+def test_hopper_forward(shape: tuple, mask: dict, in_order: bool, nan_poison: None) -> None:
+    """The CUDA kernel itself, its logarithms of sums too."""
+    if torch.cuda.get_device_capability() != (9, 0) or shape[3] not in (64, 128):
+        pytest.skip("no Hopper GPU, or heads of another size")
+    heads = (min(shape[2][0], 64 * shape[2][1]), shape[2][1])
+    case = make_case(*shape[:2], heads, *shape[3:5], torch.bfloat16, longest=shape[5])
+    case = ordered(case) if in_order else case
+    args = (case.ctx_start, case.ctx_end)
+    options = {"scale": shape[3] ** -0.5, **mask}
+    wanted, wanted_lse = block_attention_naive(
+        *(x.double() for x in case.tensors), *args, **options
+    )
+    unseen = torch.ones(shape[4], dtype=torch.bool)
+    for start, end in zip(case.ctx_start.tolist(), case.ctx_end.tolist(), strict=True):
+        unseen[start:end] = False
+    for x in case.tensors[1:3]:
+        x[unseen] = float("nan")
+    kernel = torch.ops.dflash_ext.block_attention_forward_hopper
+    out, lse = kernel(*case.tensors, *args, **options)
+    assert error(lse, wanted_lse) <= 1e-5
+    assert error(out, wanted) <= torch.finfo(torch.bfloat16).eps
 
 
 def assert_no_worse(found: dict, plain: dict, wanted: dict, case: Case) -> None:
@@ -121,6 +156,7 @@ def test_fp64_and_negative_scale_take_the_portable_path(shape: tuple) -> None:
     assert error(block_attention(*args, scale=-0.1), want) <= 1e-5
 
 
+@pytest.mark.usefixtures("forward")
 @pytest.mark.parametrize("mask", [{}, {"window": 300}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_repeats_are_equal(mask: dict, dtype: torch.dtype) -> None:
@@ -130,6 +166,7 @@ def test_repeats_are_equal(mask: dict, dtype: torch.dtype) -> None:
         assert_same_bits(case.run(block_attention, dtype, **mask), first)
 
 
+@pytest.mark.usefixtures("forward")
 @pytest.mark.parametrize("mask", [{}, {"window": 200}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_no_block_sees_beyond_its_range(mask: dict, dtype: torch.dtype) -> None:
@@ -153,6 +190,7 @@ def test_no_block_sees_beyond_its_range(mask: dict, dtype: torch.dtype) -> None:
         assert other["q"][block].equal(wanted["q"][block])
 
 
+@pytest.mark.usefixtures("forward")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_padded_blocks_see_themselves(dtype: torch.dtype, dim: int) -> None:
@@ -164,6 +202,7 @@ def test_padded_blocks_see_themselves(dtype: torch.dtype, dim: int) -> None:
     assert found["v_blk"].count_nonzero() > 0
 
 
+@pytest.mark.usefixtures("forward")
 def test_empty() -> None:
     no_context = make_case(3, 16, (8, 2), 128, 0, torch.bfloat16)
     wanted = no_context.run(block_attention_naive, torch.float64)
@@ -174,6 +213,7 @@ def test_empty() -> None:
     assert found["k_ctx"].shape == (10, 2, 128) and found["k_ctx"].count_nonzero() == 0
 
 
+@pytest.mark.usefixtures("forward")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_backward_adds_to_its_buffers(dtype: torch.dtype) -> None:
     case = ordered(make_case(30, 16, (8, 2), 128, 1000, dtype, longest=500))
@@ -193,6 +233,7 @@ def test_backward_adds_to_its_buffers(dtype: torch.dtype) -> None:
     assert error(buffers[1], wanted["v_ctx"]) <= limit
 
 
+@pytest.mark.usefixtures("forward")
 def test_strided_views() -> None:
     dtype = torch.bfloat16
     case = make_case(8, 16, (8, 2), 128, 500, dtype, longest=200)
@@ -218,6 +259,7 @@ def test_strided_views() -> None:
     assert kv_ctx.grad.equal(torch.cat([wanted["k_ctx"], wanted["v_ctx"]], -1))
 
 
+@pytest.mark.usefixtures("forward")
 def test_contexts_that_tma_cannot_read() -> None:
     """Not aligned to 16 bytes, or one head for all."""
     dtype = torch.bfloat16
@@ -236,6 +278,7 @@ def test_contexts_that_tma_cannot_read() -> None:
         assert error(found, wanted) <= 8e-3
 
 
+@pytest.mark.usefixtures("forward")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("mask", [{}, {"window": 3, "causal": True}], ids=str)
 def test_opcheck(dtype: torch.dtype, mask: dict) -> None:
@@ -251,6 +294,7 @@ def test_opcheck(dtype: torch.dtype, mask: dict) -> None:
     torch.library.opcheck(ops.block_attention_backward.default, args, options)
 
 
+@pytest.mark.usefixtures("forward")
 def test_side_stream_is_used() -> None:
     case = make_case(8, 16, (8, 2), 128, 500, torch.bfloat16, longest=200)
     wanted = case.run(block_attention, torch.bfloat16)
@@ -268,6 +312,7 @@ def test_side_stream_is_used() -> None:
     assert_same_bits(found, wanted)
 
 
+@pytest.mark.usefixtures("forward")
 def test_no_sync_and_captured_in_a_graph() -> None:
     case = make_case(8, 16, (8, 2), 128, 500, torch.bfloat16, longest=200)
     wanted = case.run(block_attention, torch.bfloat16)
@@ -311,6 +356,7 @@ def test_threads_race_to_the_first_launch() -> None:
         assert_same_bits(found, results[0])
 
 
+@pytest.mark.usefixtures("forward")
 @two_gpus
 def test_wrong_current_device() -> None:
     case = make_case(8, 16, (8, 2), 128, 500, torch.bfloat16, longest=200)
@@ -340,6 +386,7 @@ def test_wrong_arguments_are_refused() -> None:
         block_attention(case.tensors[0], *three, *ranges, scale=0.3)
 
 
+@pytest.mark.usefixtures("forward")
 def test_ranges_beyond_the_context_are_cut() -> None:
     """They stay on the device, so nobody can refuse them; nothing beyond the context is read."""
     case = make_case(3, 16, (8, 2), 128, 100, torch.bfloat16)

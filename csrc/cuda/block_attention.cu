@@ -1,11 +1,15 @@
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include <optional>
+#include <tuple>
 
+#include "block_attention_forward_sm90_launch.cuh"
 #include "block_attention_sm90_launch.cuh"
 #include "check.h"
 
@@ -95,9 +99,83 @@ void context_gradients_cuda(const at::Tensor& q, const at::Tensor& grad_out,
   C10_CUDA_CHECK(launch(inputs, params, c10::cuda::getCurrentCUDAStream()));
 }
 
+std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& q, const at::Tensor& k_ctx,
+                                                const at::Tensor& v_ctx, const at::Tensor& k_blk,
+                                                const at::Tensor& v_blk,
+                                                const at::Tensor& ctx_start,
+                                                const at::Tensor& ctx_end, double scale,
+                                                std::optional<int64_t> window, bool causal) {
+  CHECK_CUDA(q);
+  CHECK_DIM(q, 4);
+  CHECK_DIM(k_ctx, 3);
+  const int64_t blocks = q.size(0), slots = q.size(1), q_heads = q.size(2), dim = q.size(3);
+  const int64_t tokens = k_ctx.size(0), kv_heads = k_ctx.size(1);
+  const at::ScalarType dtype = q.scalar_type();
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf, "q: found ", dtype,
+              ", want bfloat16 or half");
+  TORCH_CHECK(dim == 64 || dim == 128, "q: found heads of ", dim, ", want 64 or 128");
+  TORCH_CHECK(kv_heads > 0 && q_heads % kv_heads == 0 && q_heads / kv_heads <= 64, "q: found ",
+              q_heads, " heads, want at most 64 for each of the ", kv_heads, " of k_ctx");
+  TORCH_CHECK(tokens > 0 && q.numel() > 0, "q, k_ctx: found shapes ", q.sizes(), ", ",
+              k_ctx.sizes(), ", want some of each");
+  for (const at::Tensor& x : {q, k_blk, v_blk, ctx_start, ctx_end}) {
+    CHECK_SAME_DEVICE(x, q);
+    CHECK_CONTIGUOUS(x);
+  }
+  for (const at::Tensor& x : {k_blk, v_blk}) {
+    CHECK_SAME_DTYPE(x, q);
+    CHECK_SHAPE(x, blocks, slots, kv_heads, dim);
+  }
+  for (const at::Tensor& x : {k_ctx, v_ctx}) {
+    CHECK_SAME_DEVICE(x, q);
+    CHECK_SAME_DTYPE(x, q);
+    CHECK_SHAPE(x, tokens, kv_heads, dim);
+    check_strides(x, "k_ctx, v_ctx");
+  }
+  for (const at::Tensor& x : {ctx_start, ctx_end}) {
+    CHECK_DTYPE(x, at::kLong);
+    CHECK_SHAPE(x, blocks);
+  }
+  const c10::cuda::CUDAGuard guard(q.device());
+  at::Tensor out = at::empty_like(q);
+  at::Tensor lse = at::empty({blocks, slots, q_heads}, q.options().dtype(at::kFloat));
+  at::Tensor taken = at::empty({1}, q.options().dtype(at::kInt));
+  const int64_t tile_slots = sm90::kForwardRows / (q_heads / kv_heads);
+  const int64_t work = (blocks * slots + tile_slots - 1) / tile_slots * kv_heads;
+  const sm90::ForwardInputs inputs{q.const_data_ptr(),     k_ctx.const_data_ptr(),
+                                   v_ctx.const_data_ptr(), k_blk.const_data_ptr(),
+                                   v_blk.const_data_ptr(), k_ctx.stride(0),
+                                   v_ctx.stride(0)};
+  constexpr double kLog2E = 1.4426950408889634;
+  const sm90::ForwardParams params{out.mutable_data_ptr(),
+                                   lse.mutable_data_ptr<float>(),
+                                   ctx_start.const_data_ptr<int64_t>(),
+                                   ctx_end.const_data_ptr<int64_t>(),
+                                   taken.mutable_data_ptr<int>(),
+                                   static_cast<int>(work),
+                                   static_cast<int>(blocks),
+                                   static_cast<int>(slots),
+                                   static_cast<int>(q_heads / kv_heads),
+                                   static_cast<int>(kv_heads),
+                                   static_cast<int>(tokens),
+                                   window.value_or(0),
+                                   static_cast<int>(k_ctx.stride(1)),
+                                   static_cast<int>(v_ctx.stride(1)),
+                                   static_cast<float>(scale * kLog2E),
+                                   causal};
+  const auto launch =
+      dtype == at::kHalf
+          ? (dim == 128 ? sm90::launch_forward<__half, 128> : sm90::launch_forward<__half, 64>)
+          : (dim == 128 ? sm90::launch_forward<__nv_bfloat16, 128>
+                        : sm90::launch_forward<__nv_bfloat16, 64>);
+  C10_CUDA_CHECK(launch(inputs, params, c10::cuda::getCurrentCUDAStream()));
+  return {out, lse};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(dflash_ext, CUDA, m) {
+  m.impl("block_attention_forward_hopper", &forward_cuda);
   m.impl("block_attention_context_gradients", &context_gradients_cuda);
 }
 

@@ -133,6 +133,15 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Turns of two warpgroups, who have barriers 1 and 2: a turn waited for must have been given.
+__device__ __forceinline__ void give_turn(int warpgroup) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup + 1) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_turn(int warpgroup) {
+  asm volatile("bar.sync %0, 256;" ::"r"(warpgroup + 1) : "memory");
+}
+
 template <typename T>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {
   if constexpr (std::is_same_v<T, __half>) {

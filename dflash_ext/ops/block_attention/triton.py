@@ -1,10 +1,12 @@
-"""Launches the Triton kernels of block_attention; tile sizes are fixed for a shape."""
+"""Launches block_attention's kernels on GPUs: in Triton, with tile sizes fixed for a shape, and in
+CUDA for Hopper."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+import os
 import threading
 from typing import Any
 
@@ -25,6 +27,8 @@ from dflash_ext.ops.block_attention.triton_forward import forward_kernel
 ANCHOR_CHUNK = 1024  # blocks whose ranges a program of context_kernel looks at together
 MIN_DOT = 16  # least size of a product's operand
 HOPPER_KEYS = 128  # a tile of context keys in the CUDA kernel
+# Temporary, until the CUDA kernel has been measured beside the Triton one: "cuda" or "triton".
+FORWARD = os.environ.get("DFLASH_ATTENTION_FORWARD", "triton")
 LARGE_SHARED_MEMORY = 227 * 1024  # of a block: Hopper, data center Blackwell
 
 
@@ -45,7 +49,7 @@ class Config:
     context: Tiles
     prepare: Tiles
     copy_engine: bool = False  # TMA where the shapes allow it
-    hopper: bool = False  # the CUDA kernel for the context's gradients where the shapes allow it
+    hopper: bool = False  # the CUDA kernels where the shapes allow it
 
 
 def choose_config(dtype: torch.dtype, dim: int, shared_memory: int) -> Config:
@@ -110,7 +114,7 @@ class Problem:
 
 
 def fits_hopper(problem: Problem, *tensors: Tensor) -> bool:
-    """Whether the CUDA kernel takes these: heads of 64 or 128, tensors that TMA can read."""
+    """Whether the CUDA kernels take these: heads of 64 or 128, tensors that TMA can read."""
     rows = problem.blocks * problem.slots * problem.kv_heads * problem.group
     return (
         problem.dim in (64, 128)
@@ -238,6 +242,12 @@ def forward(
     """(out, lse) of q, k_ctx, v_ctx, k_blk, v_blk and ctx_start, ctx_end."""
     q, k_ctx, v_ctx, k_blk, v_blk = prepare_inputs(tensors)
     config = config or config_for(q)
+    fits = problem.tokens > 0 and fits_hopper(problem, q, k_ctx, v_ctx, k_blk, v_blk)
+    if FORWARD == "cuda" and config.hopper and fits:
+        return torch.ops.dflash_ext.block_attention_forward_hopper(
+            q, k_ctx, v_ctx, k_blk, v_blk, *ranges,
+            scale=problem.scale, window=problem.window, causal=problem.causal,
+        )  # fmt: skip
     tiles = config.forward
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
