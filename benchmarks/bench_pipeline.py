@@ -124,6 +124,7 @@ class Bench:
         self.recorder = Recorder(self.pipeline, self.schedule)
         self._note("build_s", time.perf_counter() - begin)
         self._note("kernels", self.pipeline.target.kernel_lines)
+        self._note("warm_up", self.pipeline.warm_up_lines)
         self._sampled = 0.0
 
     def run(self) -> dict[str, Any]:

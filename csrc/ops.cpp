@@ -30,9 +30,6 @@ TORCH_LIBRARY(dflash_ext, m) {
   m.def("metric_add(Tensor(a!) acc, Tensor rank, Tensor terms, Tensor weights) -> ()");
   m.def("metric_publish(Tensor(a!) acc, Tensor(b!) staging, Tensor(c!) step) -> ()");
 
-  // out = std * torch.randn(out.shape, generator=generator), the same bits on any number of threads.
-  m.def("normal_weights(Tensor(a!) out, Generator? generator, float std) -> ()");
-
   // Drafter ops: draft_loss, block_attention.
   m.def(
       "draft_loss("

@@ -6,17 +6,19 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from dflash_ext.config import ModelConfig
 from dflash_ext.data.packing import BatchPlanner
 from dflash_ext.devices import current
+from dflash_ext.fast_gdn import gdn_modules
 from dflash_ext.fp8 import Fp8Effect, quantise_target
 from dflash_ext.target import Target
 from dflash_ext.target_fast import fuse_target
 
 Shape = tuple[int, int]
 MOST_PASSES = 6  # of full size
-HYBRID_RANGE = 1024  # tokens
+TUNED_ROWS = 2048 * 32  # of a norm, one for each token and head: so many more are tuned apart
 SHORT = 64  # tokens of a row: one chunk of the gated delta rule
 
 
@@ -46,26 +48,37 @@ def copies(target: Target, entries: Sequence[str]) -> dict[str, Target]:
     return {entries[0]: target} | {entry: target.copy_to(entry) for entry in others}
 
 
-def representative_shapes(shapes: Iterable[Shape], hybrid: bool = False) -> list[Shape]:
+def representative_shapes(shapes: Iterable[Shape], gdn_heads: Iterable[int] = ()) -> list[Shape]:
     """The shapes [B, S] to warm up with, largest first: the largest one, then short ones.
 
     Triton compiles kernels anew for sizes that are 1, or divisible by 16: short rows will do. Those
-    of flash-linear-attention (`hybrid` targets) are also tuned for every B, for which they will do,
-    too, and for ranges of B * S, of which the largest are taken.
+    of flash-linear-attention are also tuned for every B, for which they will do, too, and their
+    norms for ranges of the rows they have with each of `gdn_heads` (a hybrid target's numbers of
+    heads): of these ranges the largest are taken.
     """
+    heads = tuple(gdn_heads)
     shapes = sorted(shapes, key=_order, reverse=True)
     if not shapes:
         return []
-    ranges = {rows * length // HYBRID_RANGE: (rows, length) for rows, length in reversed(shapes)}
-    full = list(ranges.values())[: -MOST_PASSES - 1 : -1] if hybrid else shapes[:1]
+    ranges = {
+        tuple(-(-rows * length * count // TUNED_ROWS) for count in heads): (rows, length)
+        for rows, length in reversed(shapes)
+    }
+    full = list(ranges.values())[: -MOST_PASSES - 1 : -1]
     short: dict[tuple[int, ...], Shape] = {}
     for rows, length in shapes:
         kind = (rows == 1, rows % 16 == 0, length % 16 == 0)
         short.setdefault(kind, (rows, min(length, SHORT - (length % 16 > 0))))
-        if hybrid:
+        if heads:
             short.setdefault((rows,), (rows, min(length, SHORT)))
     seen = dict.fromkeys(full)
     return [*full, *sorted(set(short.values()) - seen.keys(), key=_order, reverse=True)]
+
+
+def gdn_heads(model: nn.Module) -> set[int]:
+    """The numbers of heads that a model's GatedDeltaNet layers have."""
+    names = ("num_k_heads", "num_v_heads")
+    return {getattr(module, name) for module in gdn_modules(model) for name in names}
 
 
 def _order(shape: Shape) -> tuple[int, Shape]:
@@ -92,7 +105,7 @@ def warm_up(
     shapes, lines = list(shapes), []
     for entry, target in targets.items():
         # What was tuned for the first target holds for its copies.
-        chosen = representative_shapes(shapes, hybrid=target.gdn_kernels is not None)
+        chosen = representative_shapes(shapes, gdn_heads(target.model))
         if not needs_warm_up(target.device) or not chosen:
             continue
         start = time.perf_counter()

@@ -281,28 +281,6 @@ def test_embeddings_are_scaled():
     torch.testing.assert_close(head.embed(ids), 3 * head.embed_weight[ids])
 
 
-# Around the sizes where torch draws in another way, and where a task of its own begins.
-@pytest.mark.parametrize(
-    "numel", [0, 1, 15, 16, 17, 700, 2**18, 2**18 + 15, 2**19 + 16, 2**19 + 21]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_normal_weights_are_those_that_torch_draws_one_after_another(numel, dtype):
-    ours, theirs = (torch.Generator().manual_seed(5) for _ in range(2))
-    out = torch.empty(numel, dtype=dtype)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        for before in (3, 21):  # a cached draw, and words of the generator that are used up
-            assert torch.equal(
-                torch.randn(before, generator=ours), torch.randn(before, generator=theirs)
-            )
-            torch.ops.dflash_ext.normal_weights(out, ours, 0.3)
-            assert torch.equal(out, (torch.randn(numel, generator=theirs) * 0.3).to(dtype))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(ours.get_state(), theirs.get_state())
-
-
 def test_an_empty_model_starts_as_one_that_torch_has_initialised():
     whole = DFlashDraftModel(small_spec())
     empty = DFlashDraftModel.empty(small_spec(), torch.bfloat16)

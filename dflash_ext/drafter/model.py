@@ -172,10 +172,7 @@ class DFlashDraftModel(nn.Module):
                 continue
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 / (2 * self.spec.num_layers) ** 0.5 if residual else 0.02
-            drawn = parameter if parameter.is_cpu else torch.empty(parameter.shape)
-            torch.ops.dflash_ext.normal_weights(drawn, generator, std)
-            if drawn is not parameter:
-                parameter.copy_(drawn)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
     @classmethod
     def empty(cls, spec: DrafterSpec, dtype: torch.dtype) -> "DFlashDraftModel":
