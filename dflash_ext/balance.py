@@ -32,11 +32,11 @@ class Rate:
     memory: float
 
 
-# By kind of device and model.dtype. bfloat16: measured on an H200 at Qwen3.5-27B's size (the target
-# in transformers 5.17 with fla 0.6.0, the drafter in benchmarks/results/step_h200_202611.md).
+# By kind of device and model.dtype. bfloat16: measured in the pipeline on two H200s at the size of
+# Qwen3.5-27B (benchmarks/results/pipeline_h200_202611.md).
 # float32 on a GPU: 60 % of an H200's peak, not measured. CPU: the default run on two cores.
 RATES = {
-    ("cuda", "bfloat16"): Rate(440e12, 610e12, 4.2e12),
+    ("cuda", "bfloat16"): Rate(585e12, 640e12, 4.2e12),
     ("cuda", "float32"): Rate(40e12, 40e12, 4.2e12),
     ("cpu", "float32"): Rate(60e9, 60e9, 10e9),
     ("cpu", "bfloat16"): Rate(20e9, 20e9, 10e9),

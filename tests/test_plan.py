@@ -304,7 +304,7 @@ def test_the_recommended_layout_is_said(capsys: pytest.CaptureFixture[str]) -> N
     targets, drafters = (float(side.replace(",", "")) for side in sides.groups())
     assert drafters > 5 * targets
     balance = out.partition("balance  ")[2]
-    assert balance.startswith("the targets are the slower side, the drafters wait 81% of the time")
+    assert balance.startswith("the targets are the slower side, the drafters wait 80% of the time")
     assert "or targets to drafters as 1.7:1 (of 8: 5 and 3) would balance it" in balance
     anchors = re.search(r"train\.max_anchors (\d+) or", balance)
     assert anchors is not None
