@@ -1,12 +1,13 @@
 """Two drafter threads on two GPUs: cold starts, equal weights, and the rate beside one alone.
 
-python -m benchmarks.step_two rate [--devices cuda:0 cuda:1] [--shape 27b]
+python -m benchmarks.step_two rate [--devices cuda:0 cuda:1] [--shape 27b] [--variants default
+    ctas=8 bucket_mib=64,dtype=bfloat16]
 python -m benchmarks.step_two cold [--starts 20] [--jobs 4] [--shape small]
 
 Each thread makes the drafter's step, the all-reduce and the optimizer step. `rate` times phases in
-turns: one drafter alone, both together. `cold` starts fresh processes whose threads set off at the
-same moment, the first ones with an empty Triton cache; each must end without an error and with
-bit-identical weights.
+turns: one drafter alone, both together; for each variant of the sums, on the same drafters. `cold`
+starts fresh processes whose threads set off at the same moment, the first ones with an empty Triton
+cache; each must end without an error and with bit-identical weights.
 """
 
 from __future__ import annotations
@@ -23,32 +24,58 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.bench_step import Step, problem_on
 from benchmarks.run import facts
 from benchmarks.step_problem import CE, SHAPES, Problem
+from dflash_ext import grad_sync
 from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.grad_sync import GradSync, make_store
 
 WARM_STEPS = 3
 JOIN_S = 240.0
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULT_CTAS = grad_sync.NCCL_CTAS
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How gradients are summed; None: as a run does it."""
+
+    name: str = "default"
+    ctas: int | None = None  # NCCL's blocks
+    bucket_mib: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, words: str) -> Variant:
+        """From "default", or "ctas=8,dtype=bfloat16"."""
+        fields = dict(word.partition("=")[::2] for word in words.split(",") if word != "default")
+        if unknown := fields.keys() - {"ctas", "bucket_mib", "dtype"}:
+            raise ValueError(f"variant: found {sorted(unknown)}, want ctas, bucket_mib or dtype")
+        numbers = {name: int(fields[name]) for name in ("ctas", "bucket_mib") if name in fields}
+        return cls(words, **numbers, dtype=DTYPES[fields.get("dtype", "float32")])
 
 
 class Drafters:
     """One thread per device, from the building of its drafter on."""
 
-    def __init__(self, shape: str, devices: list[torch.device]) -> None:
-        self.shape, self.devices = shape, devices
+    def __init__(
+        self, shape: str, devices: list[torch.device], variants: Sequence[Variant] = (Variant(),)
+    ) -> None:
+        self.shape, self.devices, self.variants = shape, devices, variants
         self.world = len(devices)
         self.start = threading.Barrier(self.world)
         self.stop = threading.Event()
         self.errors: list[str] = []
-        self.store = make_store()
+        self.stores = [make_store() for _ in variants]  # a group each
         self.drafters = [Drafter(self, rank) for rank in range(self.world)]
 
     def run(self, body: Callable[[Drafter], None]) -> list[Drafter]:
@@ -85,25 +112,51 @@ class Drafter:
     """A rank: its model, data of its own, and its steps."""
 
     step: Step
+    variant: Variant
     overlap: BackwardSync
 
     def __init__(self, owner: Drafters, rank: int) -> None:
         self.owner, self.rank = owner, rank
         self.device = owner.devices[rank]
-        self.sync = GradSync(
-            rank, owner.world, owner.store, self.device, timeout_s=60.0, stop=owner.stop
-        )
-        self.seconds: dict[str, list[float]] = {"alone": [], "both": []}
+        self.sync = self._sync(0)
+        self.seconds: dict[tuple[Variant, str], list[float]] = defaultdict(list)
         self.done = 0
 
     def build(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
-        self.sync.connect()
+        self.connect(0)
         self.step = Step(self._problem())
+        self._overlap()
+
+    def connect(self, index: int) -> None:
+        """The sums from here on as in that variant; all drafters at once."""
+        self.variant = self.owner.variants[index]
+        if index > 0:
+            self.sync.close()
+            self.sync = self._sync(index)
+        grad_sync.NCCL_CTAS = self.variant.ctas or DEFAULT_CTAS
+        self.sync.connect()
+        if index > 0:
+            self._overlap()
+
+    def _overlap(self) -> None:
         model, optimizer = self.step.problem.model, self.step.optimizer
         self.overlap = BackwardSync(model, self.sync, optimizer.params)
+
+    def _sync(self, index: int) -> GradSync:
+        owner, variant = self.owner, self.owner.variants[index]
+        return GradSync(
+            self.rank,
+            owner.world,
+            owner.stores[index],
+            self.device,
+            dtype=variant.dtype,
+            timeout_s=60.0,
+            stop=owner.stop,
+            bucket_bytes=variant.bucket_mib and variant.bucket_mib * 2**20,
+        )
 
     def _problem(self) -> Problem:
         """The same weights in every rank, hidden states of its own, the whole step's weights."""
@@ -126,7 +179,7 @@ class Drafter:
         begin = time.perf_counter()
         self.train(steps, together=phase == "both")
         self.wait()
-        self.seconds[phase].append((time.perf_counter() - begin) / steps)
+        self.seconds[self.variant, phase].append((time.perf_counter() - begin) / steps)
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -151,36 +204,57 @@ def demand_equal_weights(drafters: list[Drafter]) -> None:
             raise RuntimeError(f"weights differ after {first.done} steps")
 
 
-def rate(shape: str, devices: list[torch.device], steps: int, rounds: int) -> dict[str, object]:
-    owner = Drafters(shape, devices)
+def rate(
+    shape: str,
+    devices: list[torch.device],
+    steps: int,
+    rounds: int,
+    variants: Sequence[Variant] = (Variant(),),
+) -> dict[str, Any]:
+    """The drafters' times with the first variant, and by "variants" with each; a line for each is
+    printed as it ends."""
+    owner = Drafters(shape, devices, variants)
+    result: dict[str, Any] = {"equal_weights_after_steps": WARM_STEPS + steps, "variants": {}}
 
     def body(drafter: Drafter) -> None:
-        drafter.train(WARM_STEPS + steps)
-        drafter.wait()
-        owner.start.wait()
-        if drafter.rank == 0:
-            demand_equal_weights(owner.drafters)
-        for _ in range(rounds):
-            for rank in range(owner.world):
-                owner.start.wait()
-                if rank == drafter.rank:
-                    drafter.timed(steps, "alone")
+        for index, variant in enumerate(variants):
+            if index > 0:
+                drafter.connect(index)
+            drafter.train(WARM_STEPS + steps)
+            drafter.wait()
             owner.start.wait()
-            drafter.timed(steps, "both")
+            if drafter.rank == 0 and index == 0:  # steps alone, after that, differ
+                demand_equal_weights(owner.drafters)
+            for _ in range(rounds):
+                for rank in range(owner.world):
+                    owner.start.wait()
+                    if rank == drafter.rank:
+                        drafter.timed(steps, "alone")
+                owner.start.wait()
+                drafter.timed(steps, "both")
+            owner.start.wait()
+            if drafter.rank == 0:
+                result["variants"][variant.name] = found = _rates(owner.drafters, variant)
+                shares = ", ".join(f"{row['share_of_alone']:.3f}" for row in found.values())
+                print(f"{variant.name}: rate / alone {shares}", flush=True)
 
-    drafters = owner.run(body)
-    result: dict[str, object] = {"equal_weights_after_steps": WARM_STEPS + steps}
+    owner.run(body)
+    return result | result["variants"][variants[0].name]
+
+
+def _rates(drafters: list[Drafter], variant: Variant) -> dict[str, dict[str, Any]]:
     rows = drafters[0].step.problem.plan.labels.numel()
+    found = {}
     for drafter in drafters:
-        alone, both = (statistics.median(drafter.seconds[x]) for x in ("alone", "both"))
-        result[f"drafter {drafter.rank}"] = {
+        alone, both = (statistics.median(drafter.seconds[variant, x]) for x in ("alone", "both"))
+        found[f"drafter {drafter.rank}"] = {
             "device": str(drafter.device),
             "rows": rows,
             "alone_ms": alone * 1e3,
             "both_ms": both * 1e3,
             "share_of_alone": alone / both,
         }
-    return result
+    return found
 
 
 def one_cold_start(shape: str, devices: list[torch.device]) -> None:
@@ -235,6 +309,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=list(SHAPES))
     parser.add_argument("--steps", type=int, default=8, help="of a timed phase")
     parser.add_argument("--rounds", type=int, default=3, help="of phases")
+    parser.add_argument("--variants", nargs="+", type=Variant.of, default=[Variant()])
     parser.add_argument("--starts", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here")
@@ -244,7 +319,9 @@ def main() -> int:
         one_cold_start(arguments.shape or "small", devices)
         return 0
     if arguments.what == "rate":
-        result = rate(arguments.shape or "27b", devices, arguments.steps, arguments.rounds)
+        result = rate(
+            arguments.shape or "27b", devices, arguments.steps, arguments.rounds, arguments.variants
+        )
     else:
         result = cold(arguments.shape or "small", devices, arguments.starts, arguments.jobs)
     report = {"conditions": facts(devices[0]), **result}

@@ -217,7 +217,9 @@ class TrainConfig:
     noise_std: float = _doc(
         0.0, "standard deviation of noise added to the hidden states", at_least=0
     )
-    loss_chunk_rows: int = _doc(2048, "rows of logits in memory at a time", at_least=1)
+    loss_chunk_rows: int | None = _doc(
+        None, "rows of logits at a time; null = by memory", at_least=1
+    )
     metrics_every: int = _doc(8, "batches between measured batches", at_least=1)
     eval_every: int = _doc(
         0, "steps between evaluations; 0 = before and after the run only", at_least=0

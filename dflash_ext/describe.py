@@ -9,7 +9,7 @@ import torch
 from dflash_ext.config import to_dict
 from dflash_ext.data.anchors import anchor_budget
 from dflash_ext.drafter.init import start_differences
-from dflash_ext.drafter.loss import dead_row_share
+from dflash_ext.drafter.loss import dead_row_share, live_grain
 
 if TYPE_CHECKING:
     from dflash_ext.pipeline import Pipeline
@@ -60,7 +60,7 @@ def describe(run: Pipeline) -> list[str]:
 def loss_rows(run: Pipeline) -> str:
     """How much of what a GPU's loss projects is for nothing, in the first batches."""
     train, plans = run.cfg.train, map(run.planner.batch, range(SAMPLED_BATCHES))
-    share = dead_row_share(plans, train.anchor_group, train.loss_chunk_rows)
+    share = dead_row_share(plans, train.anchor_group, live_grain(train))
     return f"{share:.1%} of the loss's rows without a weight"
 
 

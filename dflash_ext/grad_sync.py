@@ -18,6 +18,9 @@ from dflash_ext.grad_buckets import BucketPlan
 
 # NCCL needs long vectors; Gloo's work on one overlaps with the copy of the next.
 BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+# Blocks of a GPU that NCCL works with, beside a backward pass that wants them all; None: as many as
+# it chooses. The variable is temporary, until numbers have been measured.
+NCCL_CTAS = int(os.environ.get("DFLASH_NCCL_CTAS", "0")) or None
 POLL_S = 0.05
 # The library's own limit comes after ours: our message names the rank that is missing.
 GRACE_S = 5.0
@@ -326,4 +329,6 @@ def _make_nccl(
     options._timeout = datetime.timedelta(seconds=timeout_s)
     # The sums run beside the backward pass: their few blocks must not queue behind its many.
     options.is_high_priority_stream = True
+    if NCCL_CTAS is not None:
+        options.config.min_ctas = options.config.max_ctas = NCCL_CTAS
     return dist.ProcessGroupNCCL(store, rank, world, options)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from dflash_ext.config import Config, UserError
+from dflash_ext.ops.draft_loss import MOST_CHUNK_ROWS
 from dflash_ext.plan import GIB, Plan
 
 # What allocators say, in lower case: torch's on a CPU and on a GPU, cuBLAS's, the system's.
@@ -68,6 +69,8 @@ def _stage(error: BaseException) -> tuple[str, ...]:
 def _value(cfg: Config, name: str) -> object:
     section, _, field = name.partition(".")
     value = getattr(getattr(cfg, section), field)
+    if value is None and field == "loss_chunk_rows":
+        return f"null, that is up to {MOST_CHUNK_ROWS}"
     return value if value is not None else f"null, that is {cfg.train.max_anchors}"
 
 

@@ -199,6 +199,7 @@ def records() -> Iterator[tuple[str, Record]]:
     yield "mlp", Record("swiglu_forward", "", [], 1.0)
     yield "loss", Record("nvjet_tst", "aten::mm", [[7680, hidden], [hidden, vocab]], 1.0)
     yield "loss", Record("draft_loss_rows", "", [], 1.0)
+    yield "loss", Record("loss_scale_kernel", "", [], 1.0)
     yield "attention", Record("block_attention_fwd", "BlockAttention", [], 1.0)
     yield "norms and rope", Record("rms_norm_kernel", "", [], 1.0)
     yield "optimizer", Record("adamw_kernel", "", [], 1.0)
@@ -234,11 +235,16 @@ def test_parts_at_toy_size(problem: Problem) -> None:
 
 
 def test_two_drafters_keep_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = step_two.rate("toy", [CPU, CPU], steps=1, rounds=1)
-    for rank in range(2):
-        drafter = found[f"drafter {rank}"]
-        assert isinstance(drafter, dict)
-        assert drafter["rows"] == 80 and drafter["share_of_alone"] > 0
+    words = ("default", "ctas=8,bucket_mib=1", "dtype=bfloat16")
+    found = step_two.rate("toy", [CPU, CPU], 1, 1, [step_two.Variant.of(word) for word in words])
+    assert tuple(found["variants"]) == words
+    assert found["drafter 0"] == found["variants"]["default"]["drafter 0"]
+    for variant in found["variants"].values():
+        for rank in range(2):
+            drafter = variant[f"drafter {rank}"]
+            assert drafter["rows"] == 80 and drafter["share_of_alone"] > 0
+    with pytest.raises(ValueError, match="variant"):
+        step_two.Variant.of("blocks=3")
 
     class Wrong(step_two.GradSync):
         def start(self, grads: Sequence[torch.Tensor]) -> None:

@@ -1,6 +1,7 @@
 """draft_loss on GPUs: the comparisons of test_draft_loss.py, and what only a GPU has to stand."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from dflash_ext.ops.draft_loss import draft_loss_stats
 from dflash_ext.ops.draft_loss.naive import draft_loss_stats_naive
 from dflash_ext.ops.metric_add import WORD, new_accumulator
 
+draft_loss_module = sys.modules["dflash_ext.ops.draft_loss"]  # the function hides its name
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 
@@ -405,6 +407,19 @@ def test_wrong_devices_are_refused():
     case = make_case(3, 4, 8, 50, torch.bfloat16)
     with pytest.raises(RuntimeError, match="rows: found a tensor on cpu, want cuda:0"):
         draft_loss(*arguments(dataclasses.replace(case, rows=case.rows.cpu())))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [41, 64])
+def test_vectorised_scaling_changes_no_bit(dtype, width, monkeypatch):
+    case = make_case(7, 5, width, 90, dtype)
+    found = []
+    for vectorised in (False, True):
+        monkeypatch.setattr(draft_loss_module, "TRITON_SCALE", vectorised)
+        hidden = case.hidden.detach().clone().requires_grad_()
+        (draft_loss(*arguments(case, hidden)) * 0.37).backward()
+        found.append(hidden.grad)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("with_teacher", [False, True])

@@ -294,7 +294,7 @@ CPU = (RuntimeError, "[enforce fail] DefaultCPUAllocator: can't allocate memory:
 LOSS = "torch:ops.dflash_ext.draft_loss.default"
 MEMORY = {
     "target": (f"{HERE}.target:Target.forward_capture", CUDA, "the target", "data.token_budget"),
-    "loss": (LOSS, CUDA, "the loss", "train.loss_chunk_rows (2048) or train.anchor_group (null"),
+    "loss": (LOSS, CUDA, "the loss", "train.loss_chunk_rows (null, that is up to 4096) or train"),
     "anchors": (
         *(f"{HERE}.drafter.model:DraftLayer.forward", CPU, "the drafter's activations"),
         "train.anchor_group (null, that is 12) or train.max_anchors (12)",

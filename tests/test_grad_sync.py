@@ -1,12 +1,14 @@
 """GradSync: exact sums in every rank and the same bits everywhere."""
 
 import time
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from grad_sync_cases import gradients, run_ranks
 
+from dflash_ext import grad_sync
 from dflash_ext.grad_sync import GradSync, make_store
 
 
@@ -226,3 +228,21 @@ def test_group_over_tcp_store() -> None:
     results, errors = run_ranks(2, body, store=store)
     assert errors == [None, None]
     assert results[0][0].tolist() == results[1][0].tolist() == [3.0, 3.0, 3.0]
+
+
+def test_nccl_gets_the_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Nccl:
+        class Options:
+            def __init__(self) -> None:
+                self.config = types.SimpleNamespace(min_ctas=None, max_ctas=None)
+
+        def __init__(self, store: object, rank: int, world: int, options: Options) -> None:
+            made.append(options)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    for ctas in (None, 8):
+        monkeypatch.setattr(grad_sync, "NCCL_CTAS", ctas)
+        grad_sync._make_nccl(dist.PrefixStore("x", make_store()), 0, 1, 5.0)
+        assert made[-1].config.min_ctas == made[-1].config.max_ctas == ctas

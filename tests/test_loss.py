@@ -25,9 +25,11 @@ from dflash_ext.drafter.loss import (
     dead_row_share,
     forward_backward,
     live_chunks,
+    live_grain,
     plan_group,
     train_batch,
 )
+from dflash_ext.ops.draft_loss import default_chunk_rows
 from dflash_ext.ops.metric_add import WORD, new_accumulator
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -256,6 +258,43 @@ def test_rows_of_dead_chunks_are_left_out_and_change_no_bit(monkeypatch, group, 
             objective=Objective(TrainConfig(loss_chunk_rows=1, kl_weight=0.3), case.spec.layout),
             last_hidden=case.last, chunks=int(case.plan.n_rows) - 1,
         )  # fmt: skip
+
+
+def test_rows_are_left_out_in_units_shorter_than_long_chunks(monkeypatch):
+    monkeypatch.setattr(loss_module, "LIVE_GRAIN", 4)
+    assert [live_grain(TrainConfig(loss_chunk_rows=rows)) for rows in (None, 3, 4096)] == [4, 3, 4]
+    case = Case(lengths=(21, 9))
+    chunks = live_chunks(case.plan, None, 4)
+    passed, run = [], loss_module.draft_loss_stats
+
+    def spy(*arguments, **options):
+        passed.append((arguments[5].shape[0], options["chunk_rows"]))
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(loss_module, "draft_loss_stats", spy)
+    forward_backward(
+        case.model, case.head, case.plan, case.hidden, objective=case.objective, chunks=chunks
+    )
+    assert passed == [(4 * chunks, None)] and int(case.plan.n_rows) <= 4 * chunks < 128
+
+
+# The heads of Qwen3.5-27B, Qwen3-8B and SmolLM2 in bf16, one in fp32, and an endless one.
+@pytest.mark.parametrize(
+    ("vocab", "itemsize", "plain", "with_teacher"),
+    [
+        (248_320, 2, 4096, 2048),
+        (151_936, 2, 4096, 2048),
+        (49_152, 2, 4096, 2048),
+        (248_320, 4, 2048, 1024),
+        (10**8, 2, 128, 128),
+    ],
+)
+def test_logits_in_memory_are_bounded(vocab, itemsize, plain, with_teacher):
+    def rows(device, teacher):
+        return default_chunk_rows(device, vocab, itemsize, teacher=teacher)
+
+    assert (rows("cuda", False), rows("cuda", True)) == (plain, with_teacher)
+    assert rows("cpu", False) == rows("cpu", True) == 2048
 
 
 def test_a_plan_without_rows_keeps_one_chunk():

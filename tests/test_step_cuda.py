@@ -9,6 +9,7 @@ from step_cases import SPEC, TOKENS, build_loop, hidden_states, run
 from torch import Tensor
 
 from dflash_ext.acceptance import propose
+from dflash_ext.drafter import side_stream
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.metrics import summarise
 from dflash_ext.supervisor import Worker
@@ -93,6 +94,20 @@ def test_graphs_change_no_bit(train, slots) -> None:
     assert loop.graphs is not None
     variants = 1 if "grad_accum" not in train else 3
     assert len(loop.graphs._graphs) == slots * variants // (1 if slots < 3 or variants == 1 else 3)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [{}, {"grad_accum": 3, "anchor_group": 16}, {"recompute": True, "kl_weight": 0.3}],
+    ids=["plain", "accumulated groups", "recompute, kl"],
+)
+def test_weight_gradients_on_a_side_stream_change_no_bit(train, monkeypatch) -> None:
+    plain = run(build_loop("cuda", torch.bfloat16, steps=12, **train))
+    monkeypatch.setattr(side_stream, "ENABLED", True)
+    for cuda_graph in (False, True):
+        loop = build_loop("cuda", torch.bfloat16, steps=12, cuda_graph=cuda_graph, **train)
+        assert_same(run(loop), plain)
+    assert side_stream._sides
 
 
 def test_evaluation_between_replays_changes_no_bit() -> None:

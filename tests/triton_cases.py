@@ -19,6 +19,7 @@ HEAD_SHAPES = [
     (0, 2, 1, 8),
 ]
 GATE_SHAPES = [(5, 7), (3, 2049), (1, 1), (0, 4)]
+SCALE_SHAPES = [(3, 4099), (2, 2048), (1, 1), (0, 4)]
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -115,6 +116,15 @@ def gate_errors(rows: int, size: int, device: str, dtype: torch.dtype) -> dict[s
     }
 
 
+def scale_errors(rows: int, size: int, device: str, dtype: torch.dtype) -> dict[str, float]:
+    from dflash_ext.ops.draft_loss.triton import scale_triton
+
+    x = torch.randn(rows, size).to(device, dtype)
+    factor = torch.tensor([0.3], device=device)
+    same = torch.equal(scale_triton(x, factor), torch.mul(x, factor, out=torch.empty_like(x)))
+    return {"bits": 0.0 if same else float("inf")}
+
+
 def all_errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     """Relative errors of every kernel at every shape."""
     torch.manual_seed(0)
@@ -123,6 +133,7 @@ def all_errors(device: str, dtype: torch.dtype) -> dict[str, float]:
         ("norm", NORM_SHAPES, norm_errors),
         ("heads", HEAD_SHAPES, head_errors),
         ("gate", GATE_SHAPES, gate_errors),
+        ("scale", SCALE_SHAPES, scale_errors),
     ):
         for shape in shapes:
             found = of(*shape, device, dtype)  # type: ignore[operator]

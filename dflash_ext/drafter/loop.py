@@ -22,6 +22,7 @@ from dflash_ext.drafter.loss import (
     add_metrics,
     forward_backward,
     live_chunks,
+    live_grain,
 )
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.noise import with_noise
@@ -187,7 +188,7 @@ class DrafterTrainLoop:
         it is the last one and no other drafter has a part in it."""
         train, plan = self.cfg.train, slot.plan_on_device()
         assert slot.ticket is not None
-        chunks = live_chunks(slot.ticket.plan, train.anchor_group, train.loss_chunk_rows)
+        chunks = live_chunks(slot.ticket.plan, train.anchor_group, live_grain(train))
         hidden = with_noise(slot.hidden, plan, train.noise_std, train.seed)
         first, last = index == 0, index == train.grad_accum - 1
         update = last and self.world == 1

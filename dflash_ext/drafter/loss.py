@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.config import TrainConfig
+from dflash_ext.drafter import side_stream
 from dflash_ext.drafter.context import ContextSums, TrainContext
 from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.overlap import BackwardSync
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dflash_ext.data.packing import BatchPlan
 
 ROW_ALIGN = 128
+LIVE_GRAIN = 2048  # rows: each number of grains that hold the live ones has CUDA graphs of its own
 
 
 class LossStats(NamedTuple):
@@ -153,22 +155,29 @@ def plan_group(plan: "BatchPlan", start: int, stop: int) -> "BatchPlan":
     )
 
 
-def live_chunks(plan: "BatchPlan", group: int | None, chunk_rows: int) -> int:
-    """Chunks of rows that hold all those with a weight, for each group of `group` anchors; a bound
-    for `forward_backward`. For a plan on the host: of one on a GPU it waits for the device."""
+def live_grain(train: TrainConfig) -> int:
+    """Rows of a unit in which rows without a weight are left out. Chunks may be longer: the last
+    one of a batch is cut."""
+    return min(train.loss_chunk_rows or LIVE_GRAIN, LIVE_GRAIN)
+
+
+def live_chunks(plan: "BatchPlan", group: int | None, grain: int) -> int:
+    """Runs of `grain` rows (`live_grain`) that hold all those with a weight, for each group of
+    `group` anchors; a bound for `forward_backward`. For a plan on the host: of one on a GPU it
+    waits for the device."""
     live = (plan.weights > 0).sum(1)
     most = max(int(part.sum()) for part in live.split(group or live.shape[0]))
-    return max(1, -(-most // chunk_rows))
+    return max(1, -(-most // grain))
 
 
-def dead_row_share(plans: Iterable["BatchPlan"], group: int | None, chunk_rows: int) -> float:
+def dead_row_share(plans: Iterable["BatchPlan"], group: int | None, grain: int) -> float:
     """Share of rows without a weight among those that a GPU projects of these plans (on the host).
 
     A CPU projects rows with a weight alone.
     """
     projected = live = 0
     for plan in plans:
-        bound = live_chunks(plan, group, chunk_rows) * chunk_rows
+        bound = live_chunks(plan, group, grain) * grain
         size = group or plan.anchors.shape[0]
         for start in range(0, plan.anchors.shape[0], size):
             part = plan_group(plan, start, min(start + size, plan.anchors.shape[0]))
@@ -223,7 +232,8 @@ def forward_backward(
     hidden: captured states [T, L*H] or [L, T, H]. With `group`, that many anchors are worked off
     at a time and memory is bounded by one group; the context's keys and values are computed once,
     their gradients added up over the groups, and the gradients are the same up to summation order.
-    `chunks` (`live_chunks`) bounds the chunks of rows that are multiplied; no bit depends on it.
+    `chunks` (`live_chunks` of `live_grain` rows) bounds the rows that are multiplied; no bit of a
+    row depends on it.
     `overlap` begins to sum gradients over the drafters as they become final; its `finish` is still
     to be called. Only for the last batch of an optimizer step.
     """
@@ -236,7 +246,7 @@ def forward_backward(
         stop = min(start + group, total)
         part = plan if stop - start == total else plan_group(plan, start, stop)
         if chunks is not None:
-            rows = part.rows[: chunks * objective.train.loss_chunk_rows]
+            rows = part.rows[: chunks * live_grain(objective.train)]
             part = dataclasses.replace(part, rows=rows)
         last = stop == total
         with overlap.watching() if overlap is not None and last else nullcontext():
@@ -244,4 +254,5 @@ def forward_backward(
             found.loss.backward()
         stats.append(found._replace(loss=found.loss.detach()))
     context.backward()
+    side_stream.join(hidden.device)
     return stats

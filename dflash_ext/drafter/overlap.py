@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from dflash_ext.drafter import side_stream
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.grad_sync import GradSync
 
@@ -75,7 +76,9 @@ class BackwardSync:
     def _begin_down_to(self, index: int) -> None:
         """Also called again for a layer that is recomputed."""
         while self._next >= index:
-            self._sync.start(_gradients(self._layers[self._next]))
+            grads = _gradients(self._layers[self._next])
+            side_stream.join(grads[0].device)
+            self._sync.start(grads)
             self._next -= 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -13,6 +14,22 @@ from dflash_ext.ops.metric_add import metric_add
 __all__ = ["DIVERGENCES", "draft_loss", "draft_loss_stats"]
 
 DIVERGENCES = ("forward", "reverse", "js", "tv")  # what `kl` may be
+# Of the logits that a GPU holds at a time, a teacher's included. cuBLAS gains by 4096 rows over
+# 2048; more of them gain nothing.
+CHUNK_BYTES, MOST_CHUNK_ROWS = 2**31, 4096
+CPU_CHUNK_ROWS = 2048
+ROW_ALIGN = 128
+# Temporary, until measured: torch's kernel for mixed types does not vectorise.
+TRITON_SCALE = os.environ.get("DFLASH_LOSS_SCALE") == "triton"
+
+
+def default_chunk_rows(device: str, vocab: int, itemsize: int, *, teacher: bool) -> int:
+    """Rows of logits at a time on a kind of device ("cuda", "cpu"), so that all logits in memory,
+    `itemsize` bytes each and twice as many with a teacher, stay below CHUNK_BYTES on a GPU."""
+    if device == "cpu":
+        return CPU_CHUNK_ROWS  # by task and thread, not by chunk
+    rows = min(MOST_CHUNK_ROWS, CHUNK_BYTES // (vocab * itemsize)) // (2 if teacher else 1)
+    return max(ROW_ALIGN, rows // ROW_ALIGN * ROW_ALIGN)
 
 
 def draft_loss_stats(
@@ -33,7 +50,7 @@ def draft_loss_stats(
     dpace_alpha: float | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    chunk_rows: int = 2048,
+    chunk_rows: int | None = None,
     valid_vocab: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """draft_loss, and what its pass over the logits saw: (loss, terms, rank, lse, used weights).
@@ -51,6 +68,13 @@ def draft_loss_stats(
         raise ValueError("kl_weight: found a weight but no teacher_hidden and teacher_index")
     if weight.requires_grad:
         raise ValueError("weight: found requires_grad, want a frozen head")
+    if chunk_rows is None:
+        chunk_rows = default_chunk_rows(
+            hidden.device.type,
+            weight.shape[0],
+            hidden.element_size(),
+            teacher=teacher_hidden is not None,
+        )
     loss, _, terms, rank, lse, used = torch.ops.dflash_ext.draft_loss.default(
         hidden,
         weight,
@@ -93,7 +117,7 @@ def draft_loss(
     dpace_alpha: float | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    chunk_rows: int = 2048,
+    chunk_rows: int | None = None,
     valid_vocab: int | None = None,
     metrics: Tensor | None = None,
     measured: bool = True,
@@ -117,9 +141,10 @@ def draft_loss(
     On a GPU nothing waits for the device: a label, row or index out of range makes the loss NaN
     instead of raising. All chunks of `rows` are multiplied, however small n_rows is; who knows a
     bound of n_rows on the host passes rows[:bound]. In 16 bits the terms and ranks are those of the
-    logits as they are stored, in 16 bits. Memory: chunk_rows x V logits, twice that with a teacher,
-    and the gradient of all rows in fp32. Other divergences than forward take a kernel that reads a
-    row four times; it is checked without a GPU only so far.
+    logits as they are stored, in 16 bits. Memory: chunk_rows x V logits (None: as many rows as
+    `default_chunk_rows` says), twice that with a teacher, and the gradient of all rows in fp32.
+    Other divergences than forward take a kernel that reads a row four times; it is checked without
+    a GPU only so far.
 
     Raises ValueError for an unknown kl or a KL without teacher, and on a CPU IndexError for an
     index out of range.
@@ -191,7 +216,13 @@ def _save_gradient(
 def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     (d_hidden,) = ctx.saved_tensors
     # As a vector of one the factor is not rounded to 16 bits first; `out` saves wider copies.
-    scaled = torch.mul(d_hidden, grad_loss.reshape(1), out=torch.empty_like(d_hidden))
+    factor = grad_loss.reshape(1)
+    if TRITON_SCALE and d_hidden.is_cuda and d_hidden.element_size() == 2:
+        from dflash_ext.ops.draft_loss.triton import scale_triton
+
+        scaled = scale_triton(d_hidden, factor)
+    else:
+        scaled = torch.mul(d_hidden, factor, out=torch.empty_like(d_hidden))
     return (scaled, *[None] * 8)
 
 
