@@ -1,6 +1,7 @@
 """block_attention on GPUs, against its specification in fp64."""
 
 import dataclasses
+import importlib
 import threading
 
 import pytest
@@ -45,7 +46,9 @@ def forward(request, monkeypatch) -> str:
     """The kernel of the forward: the Triton one, or Hopper's where there is one."""
     if request.param == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
-    monkeypatch.setattr("dflash_ext.ops.block_attention.triton.FORWARD", request.param)
+    # The function dflash_ext.ops.block_attention hides the package of its name.
+    module = importlib.import_module("dflash_ext.ops.block_attention.triton")
+    monkeypatch.setattr(module, "FORWARD", request.param)
     return request.param
 
 

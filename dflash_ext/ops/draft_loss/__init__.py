@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ DIVERGENCES = ("forward", "reverse", "js", "tv")  # what `kl` may be
 CHUNK_BYTES, MOST_CHUNK_ROWS = 2**31, 4096
 CPU_CHUNK_ROWS = 2048
 ROW_ALIGN = 128
-# Temporary, until measured: torch's kernel for mixed types does not vectorise.
-TRITON_SCALE = os.environ.get("DFLASH_LOSS_SCALE") == "triton"
 
 
 def default_chunk_rows(device: str, vocab: int, itemsize: int, *, teacher: bool) -> int:
@@ -217,7 +214,8 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, .
     (d_hidden,) = ctx.saved_tensors
     # As a vector of one the factor is not rounded to 16 bits first; `out` saves wider copies.
     factor = grad_loss.reshape(1)
-    if TRITON_SCALE and d_hidden.is_cuda and d_hidden.element_size() == 2:
+    if d_hidden.is_cuda and d_hidden.element_size() == 2:
+        # torch's kernel for mixed types does not vectorise: 0.18 ms instead of 0.05 on an H200.
         from dflash_ext.ops.draft_loss.triton import scale_triton
 
         scaled = scale_triton(d_hidden, factor)
