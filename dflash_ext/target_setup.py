@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
 
 from dflash_ext.config import ModelConfig
 from dflash_ext.data.packing import BatchPlanner
@@ -75,10 +74,12 @@ def representative_shapes(shapes: Iterable[Shape], gdn_heads: Iterable[int] = ()
     return [*full, *sorted(set(short.values()) - seen.keys(), key=_order, reverse=True)]
 
 
-def gdn_heads(model: nn.Module) -> set[int]:
-    """The numbers of heads that a model's GatedDeltaNet layers have."""
+def gdn_heads(target: Target) -> set[int]:
+    """The numbers of heads that GatedDeltaNet layers on flash-linear-attention's kernels have."""
+    if target.gdn_kernels is None:
+        return set()
     names = ("num_k_heads", "num_v_heads")
-    return {getattr(module, name) for module in gdn_modules(model) for name in names}
+    return {getattr(module, name) for module in gdn_modules(target.model) for name in names}
 
 
 def _order(shape: Shape) -> tuple[int, Shape]:
@@ -105,7 +106,7 @@ def warm_up(
     shapes, lines = list(shapes), []
     for entry, target in targets.items():
         # What was tuned for the first target holds for its copies.
-        chosen = representative_shapes(shapes, gdn_heads(target.model))
+        chosen = representative_shapes(shapes, gdn_heads(target))
         if not needs_warm_up(target.device) or not chosen:
             continue
         start = time.perf_counter()
