@@ -1,7 +1,8 @@
 """Weight gradients on a stream of their own, beside the rest of the backward pass.
 
 Nothing in the backward pass waits for a weight's gradient, so its GEMM can fill what the kernels
-behind it leave idle. An experiment, off until it has been measured: DFLASH_WGRAD_STREAM=1.
+behind it leave idle. Off: on an H200 it gains 1 % of a step at Qwen3-8B's size and nothing at 27B
+(benchmarks/results/step_h200_202611.md). DFLASH_WGRAD_STREAM=1 turns it on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-ENABLED = os.environ.get("DFLASH_WGRAD_STREAM") == "1"  # temporary
+ENABLED = os.environ.get("DFLASH_WGRAD_STREAM") == "1"
 
 # By device and main stream, as each drafter thread has its own: autograd runs backward passes of
 # several in one thread, but each on the stream of its forward pass.
@@ -54,7 +55,7 @@ class SideStream:
 
 
 def side_of(device: torch.device) -> SideStream | None:
-    """That of the current stream of a GPU, if the experiment is on."""
+    """That of the current stream of a GPU, if it is on."""
     if not ENABLED or device.type != "cuda":
         return None
     main = torch.cuda.current_stream(device)
