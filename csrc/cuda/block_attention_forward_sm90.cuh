@@ -2,9 +2,9 @@
 //
 // A block of threads takes one piece of work after another: a tile of 128 rows, which are the
 // queries of one KV head in as many slots as fit, and the keys that some of them see. One warp
-// copies and runs ahead into the next piece, one clears values that no row sees, two warpgroups
-// multiply, each for 64 of the rows, and take turns: one's softmax hides under the other's
-// products. The product of a tile's probabilities is issued after the next tile's scores.
+// plans, a piece ahead, one copies, one clears values that no row sees, two warpgroups multiply,
+// each for 64 of the rows, and take turns: one's softmax hides under the other's products. The
+// product of a tile's probabilities is issued after the next tile's scores.
 #pragma once
 
 #include "block_attention_forward_sm90_copy.cuh"
@@ -95,9 +95,10 @@ __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* m
   if (warpgroup == 1) give_turn(0);
   for (int piece = 0, step = 0;; ++piece) {
     const int buffer = piece & 1;
-    wait(base + Shared::kQueries + 8 * buffer, piece >> 1 & 1);
+    wait(base + Shared::kPlanned + 8 * buffer, piece >> 1 & 1);
     const Walk walk = reinterpret_cast<const Walk*>(memory + Shared::kWalks)[buffer];
     if (walk.head < 0) break;
+    wait(base + Shared::kQueries + 8 * buffer, piece >> 1 & 1);
     const RowSpans& spans = reinterpret_cast<const RowSpans*>(memory + Shared::kSpans)[buffer];
     const uint64_t q = operand(base + buffer * Shared::kTile + warpgroup * 64 * 128);
     float o[kDim / 2], total[2] = {0, 0}, shrink[2];
@@ -134,12 +135,15 @@ __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* m
     const auto wait_for_keys = [&] {
       wait(base + Shared::kFilled + 16 * (step % Shared::kStages), step / Shared::kStages & 1);
     };
+    // A lane's arrival says nothing of what the others have read, unless they have met before.
     const auto free_keys = [&] {
+      __syncwarp();
       if (lane == 0) arrive(base + Shared::kFreed + 16 * (step % Shared::kStages));
     };
     const auto wait_for_values = [&](int of) {
       wgmma_wait<0>();
       pin(o);
+      __syncwarp();
       if (lane == 0) arrive(base + Shared::kFreed + 16 * (of % Shared::kStages) + 8);
     };
     constexpr std::integral_constant<int, kOwnKeys> kOwn;
@@ -188,8 +192,7 @@ __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* m
       issue_values(step - 1, kOwn);
     }
     wait_for_values(step - 1);
-    __syncwarp();  // all of it have read what its rows see
-    if (lane == 0) arrive(base + Shared::kQueriesFree + 8 * buffer);
+    arrive(base + Shared::kQueriesFree + 8 * buffer);
 
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -227,8 +230,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   if (threadIdx.x == 0) {
     const uint32_t base = shared_address(memory);
     for (int i = 0; i < 2; ++i) {
+      barrier_init(base + Shared::kPlanned + 8 * i, 32);
       barrier_init(base + Shared::kQueries + 8 * i, 1);
-      barrier_init(base + Shared::kQueriesFree + 8 * i, 8 + 1);  // multiplying, clearing warps
+      // The multiplying threads, the clearing warp, the copying thread.
+      barrier_init(base + Shared::kQueriesFree + 8 * i, 2 * 128 + 32 + 1);
     }
     for (int i = 0; i < 2 * Shared::kStages; ++i) {
       barrier_init(base + Shared::kFilled + 8 * i, 1);
@@ -240,10 +245,12 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<56>();
-    if (threadIdx.x < 32) {
+    if (threadIdx.x == 0) {
       copy_work<kDim>(maps, p, memory);
-    } else if (threadIdx.x < 64) {
+    } else if (threadIdx.x / 32 == 1) {
       clear_unseen<kDim>(p, memory);
+    } else if (threadIdx.x / 32 == 2) {
+      plan_work<kDim>(maps, p, memory);
     }
   } else {
     take_registers<224>();

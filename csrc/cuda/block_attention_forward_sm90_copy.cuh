@@ -56,9 +56,11 @@ struct ForwardShared {
   static constexpr int kSpans = kValues + kStages * kTile;
   static constexpr int kWalks = kSpans + 2 * sizeof(RowSpans);
   static constexpr int kBarriers = kWalks + 2 * sizeof(Walk);
-  // Barriers: of queries; of the keys and the values of each stage; of values that are cleared.
-  static constexpr int kQueries = kBarriers, kQueriesFree = kQueries + 2 * 8;
-  static constexpr int kFilled = kQueriesFree + 2 * 8, kFreed = kFilled + 2 * kStages * 8;
+  // Barriers: of a piece's plan, of its queries, of their buffer; of the keys and the values of
+  // each stage; of values that are cleared.
+  static constexpr int kPlanned = kBarriers, kQueries = kPlanned + 2 * 8;
+  static constexpr int kQueriesFree = kQueries + 2 * 8, kFilled = kQueriesFree + 2 * 8;
+  static constexpr int kFreed = kFilled + 2 * kStages * 8;
   static constexpr int kCleared = kFreed + 2 * kStages * 8;
   static constexpr int kBytes = kCleared + kStages * 8;
 };
@@ -119,66 +121,82 @@ struct ForwardMaps {
   CUtensorMap q, k, v, k_own, v_own;
 };
 
+// Takes pieces of work, plans them and copies their queries: by a warp, a piece ahead of all else.
 template <int kDim>
-__device__ __forceinline__ void copy_work(const ForwardMaps& maps, const ForwardParams& p,
+__device__ __forceinline__ void plan_work(const ForwardMaps& maps, const ForwardParams& p,
                                           uint8_t* memory) {
   using Shared = ForwardShared<kDim>;
   const uint32_t base = shared_address(memory);
   const int lane = threadIdx.x & 31, size = kForwardRows / p.group;
-  int index = blockIdx.x, step = 0;
   for (int piece = 0;; ++piece) {
     const int buffer = piece & 1;
+    const uint32_t planned = base + Shared::kPlanned + 8 * buffer;
     const uint32_t queries = base + Shared::kQueries + 8 * buffer;
     Walk& shown = reinterpret_cast<Walk*>(memory + Shared::kWalks)[buffer];
     wait(base + Shared::kQueriesFree + 8 * buffer, (piece >> 1 & 1) ^ 1);
+    int index = blockIdx.x;
+    if (piece > 0) {
+      if (lane == 0) index = gridDim.x + atomicAdd(p.taken, 1);
+      index = __shfl_sync(0xffffffff, index, 0);
+    }
     if (index >= p.work) {
-      if (lane == 0) {
-        shown.head = -1;
-        arrive(queries);
-      }
+      if (lane == 0) shown.head = -1;
+      arrive(planned);
       return;
     }
-    int next = 0;
-    if (lane == 0) next = gridDim.x + atomicAdd(p.taken, 1);
     const Walk walk = plan(p, index, reinterpret_cast<RowSpans*>(memory + Shared::kSpans)[buffer]);
-    __syncwarp();
+    if (lane == 0) shown = walk;
+    arrive(planned);
     if (lane == 0) {
-      shown = walk;
       arrive_expect(queries, Shared::kBoxes * 128 * size * p.group);
 #pragma unroll
       for (int box = 0; box < Shared::kBoxes; ++box) {
         copy_box(base + buffer * Shared::kTile + box * Shared::kBox, &maps.q, 64 * box,
                  walk.head * p.group, walk.rows * size, queries);
       }
-      for (int i = 0; i < walk.own + walk.tiles; ++i, ++step) {
-        const int stage = step % Shared::kStages;
-        const uint32_t parity = (step / Shared::kStages & 1) ^ 1;
-        const bool is_own = i < walk.own;
-        const int row = is_own ? walk.own_begin + i * kOwnKeys : walk.key(i - walk.own);
-        const int column_k = walk.head * (is_own ? kDim : p.head_k);
-        const int column_v = walk.head * (is_own ? kDim : p.head_v);
-        const CUtensorMap* k = is_own ? &maps.k_own : &maps.k;
-        const CUtensorMap* v = is_own ? &maps.v_own : &maps.v;
-        const uint32_t bytes = Shared::kBoxes * 128 * (is_own ? kOwnKeys : kForwardKeys);
-        const uint32_t target = base + Shared::kKeys + stage * Shared::kTile;
-        const uint32_t filled = base + Shared::kFilled + 16 * stage;
-        const uint32_t freed = base + Shared::kFreed + 16 * stage;
-        wait(freed, parity);
-        arrive_expect(filled, bytes);
+    }
+  }
+}
+
+// Copies the keys and values of each piece: by one thread.
+template <int kDim>
+__device__ __forceinline__ void copy_work(const ForwardMaps& maps, const ForwardParams& p,
+                                          uint8_t* memory) {
+  using Shared = ForwardShared<kDim>;
+  const uint32_t base = shared_address(memory);
+  for (int piece = 0, step = 0;; ++piece) {
+    const int buffer = piece & 1;
+    wait(base + Shared::kPlanned + 8 * buffer, piece >> 1 & 1);
+    const Walk walk = reinterpret_cast<const Walk*>(memory + Shared::kWalks)[buffer];
+    if (walk.head < 0) return;
+    for (int i = 0; i < walk.own + walk.tiles; ++i, ++step) {
+      const int stage = step % Shared::kStages;
+      const uint32_t parity = (step / Shared::kStages & 1) ^ 1;
+      const bool is_own = i < walk.own;
+      const int row = is_own ? walk.own_begin + i * kOwnKeys : walk.key(i - walk.own);
+      const int column_k = walk.head * (is_own ? kDim : p.head_k);
+      const int column_v = walk.head * (is_own ? kDim : p.head_v);
+      const CUtensorMap* k = is_own ? &maps.k_own : &maps.k;
+      const CUtensorMap* v = is_own ? &maps.v_own : &maps.v;
+      const uint32_t bytes = Shared::kBoxes * 128 * (is_own ? kOwnKeys : kForwardKeys);
+      const uint32_t target = base + Shared::kKeys + stage * Shared::kTile;
+      const uint32_t filled = base + Shared::kFilled + 16 * stage;
+      const uint32_t freed = base + Shared::kFreed + 16 * stage;
+      wait(freed, parity);
+      arrive_expect(filled, bytes);
 #pragma unroll
-        for (int box = 0; box < Shared::kBoxes; ++box) {
-          copy_box(target + box * Shared::kBox, k, column_k + 64 * box, row, filled);
-        }
-        wait(freed + 8, parity);
-        arrive_expect(filled + 8, bytes);
+      for (int box = 0; box < Shared::kBoxes; ++box) {
+        copy_box(target + box * Shared::kBox, k, column_k + 64 * box, row, filled);
+      }
+      wait(freed + 8, parity);
+      arrive_expect(filled + 8, bytes);
 #pragma unroll
-        for (int box = 0; box < Shared::kBoxes; ++box) {
-          copy_box(target + Shared::kValues - Shared::kKeys + box * Shared::kBox, v,
-                   column_v + 64 * box, row, filled + 8);
-        }
+      for (int box = 0; box < Shared::kBoxes; ++box) {
+        copy_box(target + Shared::kValues - Shared::kKeys + box * Shared::kBox, v,
+                 column_v + 64 * box, row, filled + 8);
       }
     }
-    index = __shfl_sync(0xffffffff, next, 0);
+    arrive(base + Shared::kQueriesFree + 8 * buffer);
   }
 }
 
@@ -190,7 +208,7 @@ __device__ __forceinline__ void clear_unseen(const ForwardParams& p, uint8_t* me
   const int lane = threadIdx.x & 31, size = kForwardRows / p.group;
   for (int piece = 0, step = 0;; ++piece) {
     const int buffer = piece & 1;
-    wait(base + Shared::kQueries + 8 * buffer, piece >> 1 & 1);
+    wait(base + Shared::kPlanned + 8 * buffer, piece >> 1 & 1);
     const Walk walk = reinterpret_cast<const Walk*>(memory + Shared::kWalks)[buffer];
     if (walk.head < 0) return;
     const RowSpans& spans = reinterpret_cast<const RowSpans*>(memory + Shared::kSpans)[buffer];
@@ -230,8 +248,7 @@ __device__ __forceinline__ void clear_unseen(const ForwardParams& p, uint8_t* me
       }
       arrive(base + Shared::kCleared + 8 * stage);
     }
-    __syncwarp();
-    if (lane == 0) arrive(base + Shared::kQueriesFree + 8 * buffer);
+    arrive(base + Shared::kQueriesFree + 8 * buffer);
   }
 }
 
