@@ -7,6 +7,8 @@ import pytest
 import torch
 from cuda_toolkit import PROGRAMS, compile_cuda, tool
 
+SHOWN_LINES = 40  # of a finding; the rest repeats itself
+
 
 @pytest.fixture(scope="module", params=PROGRAMS, ids=lambda path: path.stem)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -21,12 +23,16 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("check", ["memcheck", "racecheck", "synccheck", "initcheck"])
-def test_kernels_are_clean(program: Path, check: str) -> None:
+def test_kernels_are_clean(program: Path, check: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = subprocess.run(
         [tool("compute-sanitizer"), "--tool", check, "--error-exitcode", "3", str(program)],
         capture_output=True,
         text=True,
         timeout=200,
     )
-    assert result.returncode == 0, result.stdout + result.stderr
+    found = "\n".join((result.stdout + result.stderr).splitlines()[:SHOWN_LINES])
+    if result.returncode != 0:
+        with capsys.disabled():  # at once: a run that is cut off must still tell
+            print(f"\n{program.stem}, {check}:\n{found}", flush=True)
+    assert result.returncode == 0, found
     assert "done" in result.stdout
