@@ -1,10 +1,10 @@
 # mypy: disallow-incomplete-defs=False
 """Triton kernels of block_attention, backward.
 
-`prepare_kernel` makes the rows' sums of out * grad_out and the gradients of a block's own keys;
 `query_kernel` walks a row tile's keys again, as the forward does; `context_kernel` walks, for a
-tile of context keys, the rows that see it. Nothing is shared between programs, so nothing depends
-on their order.
+tile of context keys, the rows that see it. Both need the rows' sums of out * grad_out, and a
+block's own keys have gradients too: `query_kernel` makes them if its tiles hold whole blocks, else
+`prepare_kernel` does. Nothing is shared between programs, so nothing depends on their order.
 """
 
 import triton
@@ -35,6 +35,19 @@ def score_gradients(exponents, gradients, mask, MASKED: tl.constexpr):
     return probs, gradients
 
 
+@triton.jit
+def prepare_rows(
+    out, grads, lse, shift, delta, lines, there, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """(-log2 of the softmax's denominator, -sum of out * grad_out) of each row, stored too."""
+    outs = load_rows(out, lines * D, there, D, BLOCK_D, True)
+    row_delta = -tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
+    row_shift = tl.load(lse + lines, mask=there, other=0.0) * -LOG2_E
+    tl.store(shift + lines, row_shift, mask=there)
+    tl.store(delta + lines, row_delta, mask=there)
+    return row_shift[:, None], row_delta[:, None]
+
+
 @triton.jit(do_not_specialize=["blocks", "window"])
 def prepare_kernel(
     q, k_blk, v_blk, out, grad_out, lse, shift, delta, dk_blk, dv_blk, scale, blocks, window,
@@ -59,16 +72,12 @@ def prepare_kernel(
         lines = (block.to(tl.int64) * K + slot) * (KV_HEADS * G) + head * G + rows % G
         q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
         grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
-        outs = load_rows(out, lines * D, there, D, BLOCK_D, True)
-        sums = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
-        logs = tl.load(lse + lines, mask=there, other=0.0) * LOG2_E
-        tl.store(shift + lines, -logs, mask=there)
-        tl.store(delta + lines, -sums, mask=there)
+        row_shift, row_delta = prepare_rows(out, grads, lse, shift, delta, lines, there, D, BLOCK_D)
         row_block = tl.where(there, block, -1)
         mask = own_mask(row_block, slot, keys, (block + 1) * K, window, K, WINDOW, CAUSAL)
         probs, ds = score_gradients(
-            product(q_tile, tl.trans(k)) * scale - logs[:, None],
-            product(grads, tl.trans(v)) - sums[:, None], mask, True,
+            product(q_tile, tl.trans(k)) * scale + row_shift,
+            product(grads, tl.trans(v)) + row_delta, mask, True,
         )  # fmt: skip
         dv += product(tl.trans(probs.to(v.dtype)), grads)
         dk += product(tl.trans(ds.to(k.dtype)), q_tile)
@@ -78,14 +87,14 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "tokens", "window"])
 def query_kernel(
-    q, k_ctx, v_ctx, k_tiles, v_tiles, k_blk, v_blk, ctx_start, ctx_end, grad_out, shift,
-    delta, dq,
+    q, k_ctx, v_ctx, k_tiles, v_tiles, k_blk, v_blk, ctx_start, ctx_end, out, grad_out, lse, shift,
+    delta, dq, dk_blk, dv_blk,
     scale, blocks, tokens, window,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
     KV_HEADS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PREPARE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
@@ -97,8 +106,12 @@ def query_kernel(
     lines = (rows // G).to(tl.int64) * (KV_HEADS * G) + head * G + rows % G
     q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
     grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
-    row_shift = tl.load(shift + lines, mask=there, other=0.0)[:, None]
-    row_delta = tl.load(delta + lines, mask=there, other=0.0)[:, None]
+    if PREPARE:
+        tl.static_assert(BLOCK_M % (K * G) == 0, "a tile's rows must be whole blocks")
+        row_shift, row_delta = prepare_rows(out, grads, lse, shift, delta, lines, there, D, BLOCK_D)
+    else:
+        row_shift = tl.load(shift + lines, mask=there, other=0.0)[:, None]
+        row_delta = tl.load(delta + lines, mask=there, other=0.0)[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     own_begin = tile * BLOCK_M // (K * G) * K
@@ -109,11 +122,17 @@ def query_kernel(
         k = load_rows(k_blk, offsets, keys < own_end, D, BLOCK_D, True)
         v = load_rows(v_blk, offsets, keys < own_end, D, BLOCK_D, True)
         mask = own_mask(block, slot, keys, own_end, window, K, WINDOW, CAUSAL)
-        _, ds = score_gradients(
+        probs, ds = score_gradients(
             product(q_tile, tl.trans(k)) * scale + row_shift,
             product(grads, tl.trans(v)) + row_delta, mask, True,
         )  # fmt: skip
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
+        if PREPARE:
+            # Transposed: the own keys of a tile are too few to be the rows of a wgmma.
+            dv = tl.trans(product(tl.trans(grads), probs.to(v.dtype)))
+            dk = tl.trans(product(tl.trans(q_tile), ds.to(k.dtype))) * (scale / LOG2_E)
+            store_rows(dv_blk, offsets, keys < own_end, dv, D, BLOCK_D)
+            store_rows(dk_blk, offsets, keys < own_end, dk, D, BLOCK_D)
 
     begin, full_begin, full_end, last = key_ranges(there, first, end, tokens, BLOCK_N)
     k_ctx += head * HEAD_K
