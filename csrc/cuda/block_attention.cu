@@ -16,10 +16,45 @@
 namespace dflash {
 namespace {
 
-void check_strides(const at::Tensor& x, const char* name) {
-  TORCH_CHECK(x.stride(2) == 1 && x.stride(0) > 0 && x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0 &&
-                  reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0,
-              name, ": found strides ", x.strides(), ", want rows and heads aligned to 16 bytes");
+constexpr double kLog2E = 1.4426950408889634;
+
+struct Sizes {
+  int64_t blocks, slots, q_heads, dim, tokens, kv_heads;
+};
+
+// Of what both kernels read: the queries and all that is known of the context.
+Sizes check_context(const at::Tensor& q, const at::Tensor& k_ctx, const at::Tensor& v_ctx,
+                    const at::Tensor& ctx_start, const at::Tensor& ctx_end) {
+  CHECK_CUDA(q);
+  CHECK_DIM(q, 4);
+  CHECK_DIM(k_ctx, 3);
+  const Sizes sizes{q.size(0), q.size(1), q.size(2), q.size(3), k_ctx.size(0), k_ctx.size(1)};
+  const at::ScalarType dtype = q.scalar_type();
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf, "q: found ", dtype,
+              ", want bfloat16 or half");
+  TORCH_CHECK(sizes.dim == 64 || sizes.dim == 128, "q: found heads of ", sizes.dim,
+              ", want 64 or 128");
+  TORCH_CHECK(sizes.kv_heads > 0 && sizes.q_heads % sizes.kv_heads == 0 &&
+                  sizes.q_heads / sizes.kv_heads <= 64,
+              "q: found ", sizes.q_heads, " heads, want at most 64 for each of the ",
+              sizes.kv_heads, " of k_ctx");
+  CHECK_CONTIGUOUS(q);
+  for (const at::Tensor& x : {k_ctx, v_ctx}) {
+    CHECK_SAME_DEVICE(x, q);
+    CHECK_SAME_DTYPE(x, q);
+    CHECK_SHAPE(x, sizes.tokens, sizes.kv_heads, sizes.dim);
+    TORCH_CHECK(
+        x.stride(2) == 1 && x.stride(0) > 0 && x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0 &&
+            reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0,
+        "k_ctx, v_ctx: found strides ", x.strides(), ", want rows and heads aligned to 16 bytes");
+  }
+  for (const at::Tensor& x : {ctx_start, ctx_end}) {
+    CHECK_SAME_DEVICE(x, q);
+    CHECK_CONTIGUOUS(x);
+    CHECK_DTYPE(x, at::kLong);
+    CHECK_SHAPE(x, sizes.blocks);
+  }
+  return sizes;
 }
 
 void context_gradients_cuda(const at::Tensor& q, const at::Tensor& grad_out,
@@ -28,19 +63,10 @@ void context_gradients_cuda(const at::Tensor& q, const at::Tensor& grad_out,
                             const at::Tensor& ctx_start, const at::Tensor& ctx_end,
                             const at::Tensor& sight, at::Tensor& dk_ctx, at::Tensor& dv_ctx,
                             double scale, std::optional<int64_t> window, bool add) {
-  CHECK_CUDA(q);
-  CHECK_DIM(q, 4);
-  CHECK_DIM(k_ctx, 3);
-  const int64_t blocks = q.size(0), slots = q.size(1), q_heads = q.size(2), dim = q.size(3);
-  const int64_t tokens = k_ctx.size(0), kv_heads = k_ctx.size(1);
+  const auto [blocks, slots, q_heads, dim, tokens, kv_heads] =
+      check_context(q, k_ctx, v_ctx, ctx_start, ctx_end);
   const at::ScalarType dtype = q.scalar_type();
-  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf, "q: found ", dtype,
-              ", want bfloat16 or half");
-  TORCH_CHECK(dim == 64 || dim == 128, "q: found heads of ", dim, ", want 64 or 128");
-  TORCH_CHECK(kv_heads > 0 && q_heads % kv_heads == 0 && q_heads / kv_heads <= 64, "q: found ",
-              q_heads, " heads, want at most 64 for each of the ", kv_heads, " of k_ctx");
-  for (const at::Tensor& x :
-       {q, grad_out, shift, delta, ctx_start, ctx_end, sight, dk_ctx, dv_ctx}) {
+  for (const at::Tensor& x : {grad_out, shift, delta, sight, dk_ctx, dv_ctx}) {
     CHECK_SAME_DEVICE(x, q);
     CHECK_CONTIGUOUS(x);
   }
@@ -49,16 +75,6 @@ void context_gradients_cuda(const at::Tensor& q, const at::Tensor& grad_out,
   for (const at::Tensor& x : {shift, delta}) {
     CHECK_DTYPE(x, at::kFloat);
     CHECK_SHAPE(x, blocks, slots, q_heads);
-  }
-  for (const at::Tensor& x : {k_ctx, v_ctx}) {
-    CHECK_SAME_DEVICE(x, q);
-    CHECK_SAME_DTYPE(x, q);
-    CHECK_SHAPE(x, tokens, kv_heads, dim);
-    check_strides(x, "k_ctx, v_ctx");
-  }
-  for (const at::Tensor& x : {ctx_start, ctx_end}) {
-    CHECK_DTYPE(x, at::kLong);
-    CHECK_SHAPE(x, blocks);
   }
   CHECK_DTYPE(sight, at::kInt);
   CHECK_SHAPE(sight, (tokens + sm90::kContextKeys - 1) / sm90::kContextKeys, 4);
@@ -72,7 +88,6 @@ void context_gradients_cuda(const at::Tensor& q, const at::Tensor& grad_out,
   const sm90::ContextInputs inputs{q.const_data_ptr(),     grad_out.const_data_ptr(),
                                    k_ctx.const_data_ptr(), v_ctx.const_data_ptr(),
                                    k_ctx.stride(0),        v_ctx.stride(0)};
-  constexpr double kLog2E = 1.4426950408889634;
   const sm90::ContextParams params{shift.const_data_ptr<float>(),
                                    delta.const_data_ptr<float>(),
                                    ctx_start.const_data_ptr<int64_t>(),
@@ -105,36 +120,16 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& q, const at::T
                                                 const at::Tensor& ctx_start,
                                                 const at::Tensor& ctx_end, double scale,
                                                 std::optional<int64_t> window, bool causal) {
-  CHECK_CUDA(q);
-  CHECK_DIM(q, 4);
-  CHECK_DIM(k_ctx, 3);
-  const int64_t blocks = q.size(0), slots = q.size(1), q_heads = q.size(2), dim = q.size(3);
-  const int64_t tokens = k_ctx.size(0), kv_heads = k_ctx.size(1);
+  const auto [blocks, slots, q_heads, dim, tokens, kv_heads] =
+      check_context(q, k_ctx, v_ctx, ctx_start, ctx_end);
   const at::ScalarType dtype = q.scalar_type();
-  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf, "q: found ", dtype,
-              ", want bfloat16 or half");
-  TORCH_CHECK(dim == 64 || dim == 128, "q: found heads of ", dim, ", want 64 or 128");
-  TORCH_CHECK(kv_heads > 0 && q_heads % kv_heads == 0 && q_heads / kv_heads <= 64, "q: found ",
-              q_heads, " heads, want at most 64 for each of the ", kv_heads, " of k_ctx");
   TORCH_CHECK(tokens > 0 && q.numel() > 0, "q, k_ctx: found shapes ", q.sizes(), ", ",
               k_ctx.sizes(), ", want some of each");
-  for (const at::Tensor& x : {q, k_blk, v_blk, ctx_start, ctx_end}) {
+  for (const at::Tensor& x : {k_blk, v_blk}) {
     CHECK_SAME_DEVICE(x, q);
     CHECK_CONTIGUOUS(x);
-  }
-  for (const at::Tensor& x : {k_blk, v_blk}) {
     CHECK_SAME_DTYPE(x, q);
     CHECK_SHAPE(x, blocks, slots, kv_heads, dim);
-  }
-  for (const at::Tensor& x : {k_ctx, v_ctx}) {
-    CHECK_SAME_DEVICE(x, q);
-    CHECK_SAME_DTYPE(x, q);
-    CHECK_SHAPE(x, tokens, kv_heads, dim);
-    check_strides(x, "k_ctx, v_ctx");
-  }
-  for (const at::Tensor& x : {ctx_start, ctx_end}) {
-    CHECK_DTYPE(x, at::kLong);
-    CHECK_SHAPE(x, blocks);
   }
   const c10::cuda::CUDAGuard guard(q.device());
   at::Tensor out = at::empty_like(q);
@@ -146,7 +141,6 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& q, const at::T
                                    v_ctx.const_data_ptr(), k_blk.const_data_ptr(),
                                    v_blk.const_data_ptr(), k_ctx.stride(0),
                                    v_ctx.stride(0)};
-  constexpr double kLog2E = 1.4426950408889634;
   const sm90::ForwardParams params{out.mutable_data_ptr(),
                                    lse.mutable_data_ptr<float>(),
                                    ctx_start.const_data_ptr<int64_t>(),
