@@ -52,6 +52,7 @@ class Config:
     copy_engine: bool = False  # TMA where the shapes allow it
     hopper: bool = False  # the CUDA kernels where the shapes allow it
     query_prepares: bool = False  # no prepare_kernel where the shapes allow it
+    edge_stages: int = 1  # tiles in flight of those that query_kernel masks
 
 
 def choose_config(dtype: torch.dtype, dim: int, shared_memory: int) -> Config:
@@ -72,7 +73,7 @@ def choose_config(dtype: torch.dtype, dim: int, shared_memory: int) -> Config:
     walk = Tiles(64, 64, 4, 3)
     return Config(
         walk, Tiles(128, 64, 8, 3), context, Tiles(64, 0, 4, 1),
-        copy_engine=True, query_prepares=PREPARE == "query",
+        copy_engine=True, query_prepares=PREPARE == "query", edge_stages=1 + (PREPARE == "query"),
     )  # fmt: skip
 
 
@@ -163,6 +164,7 @@ def query_prepares(problem: Problem, config: Config) -> bool:
 def query_options(problem: Problem, config: Config, strides: dict[str, int]) -> dict[str, Any]:
     return {
         **walk_options(problem, config.query, strides),
+        "EDGE_STAGES": config.edge_stages,
         "PREPARE": query_prepares(problem, config),
     }
 
