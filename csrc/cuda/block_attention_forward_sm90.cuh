@@ -72,20 +72,6 @@ __device__ __forceinline__ void round_probabilities(const float (&s)[kSize],
   for (int i = 0; i < kSize / 2; ++i) probs[i] = pack<T>(s[2 * i], s[2 * i + 1]);
 }
 
-// Of x[j] of a quad's thread c, thread t gets x[t] of threads 0, ..., 3.
-__device__ __forceinline__ uint4 transpose_quad(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-  const uint32_t ab = __shfl_xor_sync(0xffffffff, odd ? a : b, 1);
-  const uint32_t cd = __shfl_xor_sync(0xffffffff, odd ? c : d, 1);
-  (odd ? a : b) = ab;
-  (odd ? c : d) = cd;
-  const uint32_t ac = __shfl_xor_sync(0xffffffff, upper ? a : c, 2);
-  const uint32_t bd = __shfl_xor_sync(0xffffffff, upper ? b : d, 2);
-  (upper ? a : c) = ac;
-  (upper ? b : d) = bd;
-  return {a, b, c, d};
-}
-
 template <typename T, int kDim>
 __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* memory) {
   using Shared = ForwardShared<kDim>;
@@ -200,7 +186,6 @@ __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* m
       total[h] += __shfl_xor_sync(0xffffffff, total[h], 2);
       shrink[h] = 1 / total[h];
     }
-    rescale(o, shrink);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int in_tile = (row + 8 * h) / p.group, slot = walk.rows * size + in_tile;
@@ -208,13 +193,7 @@ __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* m
           (int64_t{slot} * p.kv_heads + walk.head) * p.group + (row + 8 * h) % p.group;
       const bool there = in_tile < size && slot < p.blocks * p.slots;
       if (there && lane % 4 == 0) p.lse[line] = (top[h] + log2f(total[h])) * 0.6931471805599453f;
-      uint4* to = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + line * kDim);
-#pragma unroll
-      for (int j = 0; j < kDim / 8; j += 4) {
-        const auto pair = [&](int of) { return pack<T>(o[4 * of + 2 * h], o[4 * of + 2 * h + 1]); };
-        const uint4 x = transpose_quad(pair(j), pair(j + 1), pair(j + 2), pair(j + 3));
-        if (there) to[j + lane % 4] = x;
-      }
+      write_row<T>(o, h, shrink[h], static_cast<T*>(p.out) + line * kDim, there);
     }
   }
   if (warpgroup == 0) wait_for_turn(0);  // the last one given

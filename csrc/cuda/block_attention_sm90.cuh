@@ -90,6 +90,17 @@ __device__ __forceinline__ void copy_rows(const CUtensorMap& q_map, const CUtens
     const int stage = i % kContextStages;
     int slots_end;
     const int begin = tiles.begin(i, slots_end);
+    wait(empty + 8 * stage, (i / kContextStages & 1) ^ 1);
+    if (lane == 0) {
+      const uint32_t target = shared_address(shared) + 2 * Shared::kKeys + stage * Shared::kStage;
+      arrive_expect(full + 8 * stage, bytes);
+#pragma unroll
+      for (int box = 0; box < Shared::kBoxes; ++box) {
+        const uint32_t to = target + box * Shared::kRowBox;
+        copy_box(to, &q_map, 64 * box, head * p.group, begin, full + 8 * stage);
+        copy_box(to + Shared::kRows, &grad_map, 64 * box, head * p.group, begin, full + 8 * stage);
+      }
+    }
     float shift[2], delta[2];
     int first[2], end[2];
 #pragma unroll
@@ -110,17 +121,6 @@ __device__ __forceinline__ void copy_rows(const CUtensorMap& q_map, const CUtens
       if (p.window > 0) start = min(max(start, stop + slot % p.slots - p.window + 1), stop);
       first[half] = static_cast<int>(start);
       end[half] = static_cast<int>(stop);
-    }
-    wait(empty + 8 * stage, (i / kContextStages & 1) ^ 1);
-    if (lane == 0) {
-      const uint32_t target = shared_address(shared) + 2 * Shared::kKeys + stage * Shared::kStage;
-      arrive_expect(full + 8 * stage, bytes);
-#pragma unroll
-      for (int box = 0; box < Shared::kBoxes; ++box) {
-        const uint32_t to = target + box * Shared::kRowBox;
-        copy_box(to, &q_map, 64 * box, head * p.group, begin, full + 8 * stage);
-        copy_box(to + Shared::kRows, &grad_map, 64 * box, head * p.group, begin, full + 8 * stage);
-      }
     }
     RowFacts& facts = reinterpret_cast<RowFacts*>(shared + Shared::kFacts)[stage];
 #pragma unroll
@@ -195,18 +195,19 @@ __device__ __forceinline__ void write_gradient(const float (&d)[kSize], void* to
                                                int64_t column, bool add) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (key + 8 * h >= tokens) continue;
-    const int64_t at = (key + 8 * h) * row_stride + column + 2 * (threadIdx.x & 3);
+    const bool there = key + 8 * h < tokens;
+    const int64_t at = (key + 8 * h) * row_stride + column;
+    if (add) {
+      float2* target = reinterpret_cast<float2*>(static_cast<float*>(to) + at) + (threadIdx.x & 3);
 #pragma unroll
-    for (int j = 0; j < kSize / 4; ++j) {
-      const float low = d[4 * j + 2 * h] * factor, high = d[4 * j + 2 * h + 1] * factor;
-      if (add) {
-        float2* target = reinterpret_cast<float2*>(static_cast<float*>(to) + at + 8 * j);
-        const float2 before = *target;
-        *target = {before.x + low, before.y + high};
-      } else {
-        *reinterpret_cast<uint32_t*>(static_cast<T*>(to) + at + 8 * j) = pack<T>(low, high);
+      for (int j = 0; j < kSize / 4; ++j) {
+        if (!there) continue;
+        const float2 before = target[4 * j];
+        target[4 * j] = {before.x + d[4 * j + 2 * h] * factor,
+                         before.y + d[4 * j + 2 * h + 1] * factor};
       }
+    } else {
+      write_row<T>(d, h, factor, static_cast<T*>(to) + at, there);
     }
   }
 }
@@ -225,10 +226,6 @@ __global__ void __launch_bounds__(kContextThreads, 1)
   const uint32_t empty = full + 8 * kContextStages, keys_full = empty + 8 * kContextStages;
   const int head = blockIdx.x % p.kv_heads, tile = blockIdx.x / p.kv_heads;
   const int begin = tile * kContextKeys;
-  const SlotTiles tiles(p.sight[tile], p.slots, p.group);
-  const int count = tiles.count();
-  if (p.add && count == 0) return;
-
   if (threadIdx.x == 0) {
     for (int i = 0; i < kContextStages; ++i) {
       barrier_init(full + 8 * i, 1 + 32);
@@ -236,6 +233,19 @@ __global__ void __launch_bounds__(kContextThreads, 1)
     }
     barrier_init(keys_full, 1);
     fence_barrier_init();
+    arrive_expect(keys_full, 2 * Shared::kKeys);
+#pragma unroll
+    for (int box = 0; box < Shared::kBoxes; ++box) {
+      const uint32_t target = shared_address(shared) + box * Shared::kKeyBox;
+      copy_box(target, &k_map, head * p.head_k + 64 * box, begin, keys_full);
+      copy_box(target + Shared::kKeys, &v_map, head * p.head_v + 64 * box, begin, keys_full);
+    }
+  }
+  const SlotTiles tiles(p.sight[tile], p.slots, p.group);
+  const int count = tiles.count();
+  if (p.add && count == 0) {
+    if (threadIdx.x == 0) wait(keys_full, 0);  // memory that copies write must not be given away
+    return;
   }
   // Rows of a stage that no copy fills must not be NaN, which 0 * NaN is.
   const int filled = tiles.size * p.group * 128;
@@ -252,16 +262,6 @@ __global__ void __launch_bounds__(kContextThreads, 1)
   if (threadIdx.x < 128) {
     give_registers<24>();
     if (threadIdx.x < 32) {
-      if (threadIdx.x == 0) {
-        arrive_expect(keys_full, 2 * Shared::kKeys);
-#pragma unroll
-        for (int box = 0; box < Shared::kBoxes; ++box) {
-          const uint32_t target = shared_address(shared) + box * Shared::kKeyBox;
-          copy_box(target, &k_map, head * p.head_k + 64 * box, begin, keys_full);
-          copy_box(target + Shared::kKeys, &v_map, head * p.head_v + 64 * box, begin, keys_full);
-        }
-      }
-      __syncwarp();
       copy_rows<kDim>(q_map, grad_map, p, tiles, head, shared, full, empty);
     }
   } else {

@@ -118,6 +118,35 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
+// Of x[j] of a quad's thread c, thread t gets x[t] of threads 0, ..., 3.
+__device__ __forceinline__ uint4 transpose_quad(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  const uint32_t ab = __shfl_xor_sync(0xffffffff, odd ? a : b, 1);
+  const uint32_t cd = __shfl_xor_sync(0xffffffff, odd ? c : d, 1);
+  (odd ? a : b) = ab;
+  (odd ? c : d) = cd;
+  const uint32_t ac = __shfl_xor_sync(0xffffffff, upper ? a : c, 2);
+  const uint32_t bd = __shfl_xor_sync(0xffffffff, upper ? b : d, 2);
+  (upper ? a : c) = ac;
+  (upper ? b : d) = bd;
+  return {a, b, c, d};
+}
+
+// A product's row h of this thread's two, times `factor`, rounded: 16 bytes a thread of its quad.
+// By whole warps, of which those `there` write.
+template <typename T, int kSize>
+__device__ __forceinline__ void write_row(const float (&d)[kSize], int h, float factor, T* to,
+                                          bool there) {
+#pragma unroll
+  for (int j = 0; j < kSize / 4; j += 4) {
+    const auto pair = [&](int of) {
+      return pack<T>(d[4 * of + 2 * h] * factor, d[4 * of + 2 * h + 1] * factor);
+    };
+    const uint4 x = transpose_quad(pair(j), pair(j + 1), pair(j + 2), pair(j + 3));
+    if (there) reinterpret_cast<uint4*>(to)[j + (threadIdx.x & 3)] = x;
+  }
+}
+
 // Box at element (x, y, z) of a tensor into this block's shared memory.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int x, int y,
                                          int z, uint32_t barrier) {
