@@ -132,12 +132,12 @@ __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* m
       __syncwarp();
       if (lane == 0) arrive(base + Shared::kFreed + 16 * (of % Shared::kStages) + 8);
     };
-    constexpr std::integral_constant<int, kOwnKeys> kOwn;
-    constexpr std::integral_constant<int, kForwardKeys> kContext;
-    const auto context_tile = [&](int i, auto keys_before) {
+    constexpr std::integral_constant<int, kShortKeys> kShort;
+    constexpr std::integral_constant<int, kForwardKeys> kLong;
+    const auto context_tile = [&](int i, auto keys, auto keys_before) {
       // Not initialised: nothing but products may write accumulators while products are on their
       // way, or else the compiler has them wait for each other.
-      float s[kForwardKeys / 2];
+      float s[decltype(keys)::value / 2];
       wait_for_keys();
       wait_for_turn(warpgroup);
       issue_scores(s);
@@ -156,26 +156,28 @@ __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* m
 
     for (int i = 0; i < walk.own; ++i, ++step) {
       if (i > 0) {
-        issue_values(step - 1, kOwn);
+        issue_values(step - 1, kShort);
         wait_for_values(step - 1);
       }
-      float s[kOwnKeys / 2];
+      float s[kShortKeys / 2];
       wait_for_keys();
       issue_scores(s);
       wgmma_wait<0>();
       pin(s);
       free_keys();
-      mask_scores(s, spans.own + row, walk.own_begin + i * kOwnKeys);
+      mask_scores(s, spans.own + row, walk.own_begin + i * kShortKeys);
       softmax(s, top, total, shrink, p.scale);
       rescale(o, shrink);
       round_probabilities<T>(s, probs);
     }
-    if (walk.tiles > 0) {
-      context_tile(0, kOwn);
-      for (int i = 1; i < walk.tiles; ++i) context_tile(i, kContext);
-      issue_values(step - 1, kContext);
+    int i = 0;
+    if (walk.tail) context_tile(i++, kShort, kShort);
+    if (i < walk.tiles) {
+      context_tile(i++, kLong, kShort);
+      for (; i < walk.tiles; ++i) context_tile(i, kLong, kLong);
+      issue_values(step - 1, kLong);
     } else {
-      issue_values(step - 1, kOwn);
+      issue_values(step - 1, kShort);
     }
     wait_for_values(step - 1);
     arrive(base + Shared::kQueriesFree + 8 * buffer);

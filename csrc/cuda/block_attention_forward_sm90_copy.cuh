@@ -7,7 +7,7 @@ namespace dflash::sm90 {
 
 constexpr int kForwardRows = 128;
 constexpr int kForwardKeys = 128;  // of the context in a tile
-constexpr int kOwnKeys = 64;       // of the blocks' own slots in a tile
+constexpr int kShortKeys = 64;  // of a short tile: of the blocks' own slots, at the context's end
 constexpr int kForwardThreads = 3 * 128;
 
 struct ForwardParams {
@@ -33,16 +33,19 @@ struct RowSpans {
   Span context[kForwardRows], own[kForwardRows];
 };
 
-// The keys of a piece of work: tiles of own slots, then those tiles of the context that need a
-// mask, before and after the others, then the others.
+// The keys of a piece of work: short tiles of own slots, then those tiles of the context that need
+// a mask: the last one if a short one holds its keys, those before and after the others; then the
+// others.
 struct Walk {
   int head;  // -1: no more work
   int rows;  // the tile
   int own_begin, own;
-  int begin, before, masked, tiles;
+  int begin, tail, before, masked, tiles;  // tail: 1 if the last tile of the context is short
 
   __device__ int key(int i) const {
+    if (i < tail) return begin + (tiles - tail) * kForwardKeys;
     if (i >= masked) return begin + (i - masked + before) * kForwardKeys;
+    i -= tail;
     return begin + (i < before ? i : i + tiles - masked) * kForwardKeys;
   }
 };
@@ -76,7 +79,7 @@ __device__ __forceinline__ Walk plan(const ForwardParams& p, int index, RowSpans
   const int slots_end = min(first_slot + size, p.blocks * p.slots);
   walk.own_begin = first_slot / p.slots * p.slots;
   const int own_end = (slots_end - 1) / p.slots * p.slots + p.slots;
-  walk.own = (own_end - walk.own_begin + kOwnKeys - 1) / kOwnKeys;
+  walk.own = (own_end - walk.own_begin + kShortKeys - 1) / kShortKeys;
 
   int begin = p.tokens, last = 0, full_begin = 0, full_end = p.tokens;
 #pragma unroll 1
@@ -110,10 +113,13 @@ __device__ __forceinline__ Walk plan(const ForwardParams& p, int index, RowSpans
   full_begin = __reduce_max_sync(0xffffffff, full_begin);
   full_end = __reduce_min_sync(0xffffffff, full_end);
   walk.begin = begin;
-  walk.tiles = (max(last - begin, 0) + kForwardKeys - 1) / kForwardKeys;
-  walk.before = min((max(full_begin - begin, 0) + kForwardKeys - 1) / kForwardKeys, walk.tiles);
-  const int after = max(min(max(full_end - begin, 0) / kForwardKeys, walk.tiles), walk.before);
-  walk.masked = walk.before + walk.tiles - after;
+  const int keys = max(last - begin, 0), left = keys % kForwardKeys;
+  walk.tail = left > 0 && left <= kShortKeys;
+  const int whole = keys / kForwardKeys + (left > kShortKeys);
+  walk.before = min((max(full_begin - begin, 0) + kForwardKeys - 1) / kForwardKeys, whole);
+  const int after = max(min(max(full_end - begin, 0) / kForwardKeys, whole), walk.before);
+  walk.tiles = walk.tail + whole;
+  walk.masked = walk.tail + walk.before + whole - after;
   return walk;
 }
 
@@ -173,12 +179,12 @@ __device__ __forceinline__ void copy_work(const ForwardMaps& maps, const Forward
       const int stage = step % Shared::kStages;
       const uint32_t parity = (step / Shared::kStages & 1) ^ 1;
       const bool is_own = i < walk.own;
-      const int row = is_own ? walk.own_begin + i * kOwnKeys : walk.key(i - walk.own);
+      const int row = is_own ? walk.own_begin + i * kShortKeys : walk.key(i - walk.own);
       const int column_k = walk.head * (is_own ? kDim : p.head_k);
       const int column_v = walk.head * (is_own ? kDim : p.head_v);
       const CUtensorMap* k = is_own ? &maps.k_own : &maps.k;
       const CUtensorMap* v = is_own ? &maps.v_own : &maps.v;
-      const uint32_t bytes = Shared::kBoxes * 128 * (is_own ? kOwnKeys : kForwardKeys);
+      const uint32_t bytes = Shared::kBoxes * 128 * (is_own ? kShortKeys : kForwardKeys);
       const uint32_t target = base + Shared::kKeys + stage * Shared::kTile;
       const uint32_t filled = base + Shared::kFilled + 16 * stage;
       const uint32_t freed = base + Shared::kFreed + 16 * stage;
@@ -215,9 +221,10 @@ __device__ __forceinline__ void clear_unseen(const ForwardParams& p, uint8_t* me
     for (int i = 0; i < walk.own + walk.tiles; ++i, ++step) {
       const int stage = step % Shared::kStages;
       const bool is_own = i < walk.own, masked = i < walk.own + walk.masked;
+      const int keys = i < walk.own + walk.tail ? kShortKeys : kForwardKeys;
       bool seen[4] = {};  // of keys `lane`, `lane` + 32, ... of the tile
       if (masked) {
-        const int key = (is_own ? walk.own_begin + i * kOwnKeys : walk.key(i - walk.own)) + lane;
+        const int key = (is_own ? walk.own_begin + i * kShortKeys : walk.key(i - walk.own)) + lane;
         const Span* rows = is_own ? spans.own : spans.context;
         for (int slot = 0; slot < size; ++slot) {
           const Span span = rows[slot * p.group];
@@ -233,7 +240,7 @@ __device__ __forceinline__ void clear_unseen(const ForwardParams& p, uint8_t* me
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
           const uint32_t unseen = ~__ballot_sync(0xffffffff, seen[part]);
-          if (unseen == 0 || (is_own && 32 * part >= kOwnKeys)) continue;
+          if (unseen == 0 || 32 * part >= keys) continue;
           for (int four = lane / 8; four < 32; four += 4) {
             if (!(unseen >> four & 1)) continue;
 #pragma unroll

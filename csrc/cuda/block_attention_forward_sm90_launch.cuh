@@ -41,9 +41,9 @@ cudaError_t launch_forward(const ForwardInputs& in, const ForwardParams& p, cuda
   if (error != cudaSuccess) return error;
   error = matrix(in.v, p.head_v, in.row_v, p.tokens, kForwardKeys, maps.v);
   if (error != cudaSuccess) return error;
-  error = matrix(in.k_own, kDim, own_row, slots, kOwnKeys, maps.k_own);
+  error = matrix(in.k_own, kDim, own_row, slots, kShortKeys, maps.k_own);
   if (error != cudaSuccess) return error;
-  error = matrix(in.v_own, kDim, own_row, slots, kOwnKeys, maps.v_own);
+  error = matrix(in.v_own, kDim, own_row, slots, kShortKeys, maps.v_own);
   if (error != cudaSuccess) return error;
   error = cudaMemsetAsync(p.taken, 0, sizeof(int), stream);
   if (error != cudaSuccess) return error;
