@@ -36,6 +36,16 @@ struct ContextParams {
   bool add;
 };
 
+// Shift, delta and visible keys of a tile's rows, by the thread of a quad whose columns of a
+// product they are: 4 floats at a time, in banks of their own.
+struct RowFacts {
+  static constexpr int kThread = kContextRows / 4 + 4;
+  float shift[4 * kThread], delta[4 * kThread];
+  int first[4 * kThread], end[4 * kThread];
+
+  static __device__ int place(int row) { return row / 2 % 4 * kThread + row / 8 * 2 + row % 2; }
+};
+
 template <int kDim>
 struct ContextShared {
   static constexpr int kBoxes = kDim / 64;
@@ -43,7 +53,7 @@ struct ContextShared {
   static constexpr int kKeys = kBoxes * kKeyBox, kRows = kBoxes * kRowBox;
   static constexpr int kStage = 2 * kRows;
   static constexpr int kFacts = 2 * kKeys + kContextStages * kStage;
-  static constexpr int kFactBytes = kContextRows * 16;
+  static constexpr int kFactBytes = sizeof(RowFacts);
   static constexpr int kBarriers = kFacts + kContextStages * kFactBytes;
   static constexpr int kBytes = kBarriers + (2 * kContextStages + 1) * 8;
 };
@@ -70,12 +80,6 @@ struct SlotTiles {
     if (i < before) return end = before_end, before_begin + i * size;
     return end = after_end, after_begin + (i - before) * size;
   }
-};
-
-// Shift, delta and visible keys of a row, as the multiplying warpgroups find them.
-struct RowFacts {
-  float shift[kContextRows], delta[kContextRows];
-  int first[kContextRows], end[kContextRows];
 };
 
 template <int kDim>
@@ -125,11 +129,11 @@ __device__ __forceinline__ void copy_rows(const CUtensorMap& q_map, const CUtens
     RowFacts& facts = reinterpret_cast<RowFacts*>(shared + Shared::kFacts)[stage];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = 32 * half + lane;
-      facts.shift[row] = shift[half];
-      facts.delta[row] = delta[half];
-      facts.first[row] = first[half];
-      facts.end[row] = end[half];
+      const int at = RowFacts::place(32 * half + lane);
+      facts.shift[at] = shift[half];
+      facts.delta[at] = delta[half];
+      facts.first[at] = first[half];
+      facts.end[at] = end[half];
     }
     arrive(full + 8 * stage);
   }
@@ -140,22 +144,23 @@ template <typename T>
 __device__ __forceinline__ void probabilities(const float (&s)[32], uint32_t (&probs)[16],
                                               const RowFacts& facts, float scale, bool masked,
                                               int key) {
-  const int column = 2 * (threadIdx.x & 3);
+  const int place = RowFacts::kThread * (threadIdx.x & 3);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float2 shift = *reinterpret_cast<const float2*>(facts.shift + 8 * j + column);
+  for (int j = 0; j < 8; j += 2) {
+    const float4 shift = *reinterpret_cast<const float4*>(facts.shift + place + 2 * j);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int i = 4 * j + 2 * h;
-      probs[i / 2] = pack<T>(exp2_approximate(fmaf(s[i], scale, shift.x)),
-                             exp2_approximate(fmaf(s[i + 1], scale, shift.y)));
+    for (int part = 0; part < 4; ++part) {
+      const int i = 4 * j + 2 * part;
+      const float low = fmaf(s[i], scale, part < 2 ? shift.x : shift.z);
+      const float high = fmaf(s[i + 1], scale, part < 2 ? shift.y : shift.w);
+      probs[i / 2] = pack<T>(exp2_approximate(low), exp2_approximate(high));
     }
   }
   if (!masked) return;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const int2 first = *reinterpret_cast<const int2*>(facts.first + 8 * j + column);
-    const int2 end = *reinterpret_cast<const int2*>(facts.end + 8 * j + column);
+    const int2 first = *reinterpret_cast<const int2*>(facts.first + place + 2 * j);
+    const int2 end = *reinterpret_cast<const int2*>(facts.end + place + 2 * j);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int at = key + 8 * h;
@@ -171,15 +176,16 @@ __device__ __forceinline__ void score_gradients(const uint32_t (&probs)[16],
                                                 const float (&products)[32],
                                                 uint32_t (&gradients)[16], const RowFacts& facts,
                                                 bool masked) {
-  const int column = 2 * (threadIdx.x & 3);
+  const int place = RowFacts::kThread * (threadIdx.x & 3);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float2 delta = *reinterpret_cast<const float2*>(facts.delta + 8 * j + column);
+  for (int j = 0; j < 8; j += 2) {
+    const float4 delta = *reinterpret_cast<const float4*>(facts.delta + place + 2 * j);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int i = 4 * j + 2 * h;
+    for (int part = 0; part < 4; ++part) {
+      const int i = 4 * j + 2 * part;
       const float2 p = unpack<T>(probs[i / 2]);
-      float low = p.x * (products[i] + delta.x), high = p.y * (products[i + 1] + delta.y);
+      float low = p.x * (products[i] + (part < 2 ? delta.x : delta.z));
+      float high = p.y * (products[i + 1] + (part < 2 ? delta.y : delta.w));
       if (masked) {
         low = p.x == 0 ? 0 : low;
         high = p.y == 0 ? 0 : high;
