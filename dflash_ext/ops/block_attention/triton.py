@@ -157,16 +157,20 @@ def walk_options(problem: Problem, tiles: Tiles, strides: dict[str, int]) -> dic
 
 
 def query_prepares(problem: Problem, config: Config) -> bool:
-    """Only where a tile's rows are whole blocks: then it has all that sees its own keys."""
-    return config.query_prepares and config.query.rows % (problem.slots * problem.group) == 0
+    """Where a tile's rows are whole blocks, that is all that sees its own keys, and those few."""
+    rows = config.query.rows
+    few = rows // problem.group <= config.query.keys
+    return config.query_prepares and rows % (problem.slots * problem.group) == 0 and few
 
 
 def query_options(problem: Problem, config: Config, strides: dict[str, int]) -> dict[str, Any]:
-    return {
-        **walk_options(problem, config.query, strides),
-        "EDGE_STAGES": config.edge_stages,
-        "PREPARE": query_prepares(problem, config),
-    }
+    options = walk_options(problem, config.query, strides)
+    prepares = query_prepares(problem, config)
+    if prepares:
+        options["BLOCK_O"] = max(
+            MIN_DOT, triton.next_power_of_2(config.query.rows // problem.group)
+        )
+    return {**options, "EDGE_STAGES": config.edge_stages, "PREPARE": prepares}
 
 
 def prepare_options(problem: Problem, tiles: Tiles) -> dict[str, Any]:

@@ -36,13 +36,10 @@ def score_gradients(exponents, gradients, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def prepare_rows(
-    out, grads, lse, shift, delta, lines, there, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def prepare_rows(outs, grads, log_sums, shift, delta, lines, there):
     """(-log2 of the softmax's denominator, -sum of out * grad_out) of each row, stored too."""
-    outs = load_rows(out, lines * D, there, D, BLOCK_D, True)
+    row_shift = log_sums * -LOG2_E
     row_delta = -tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
-    row_shift = tl.load(lse + lines, mask=there, other=0.0) * -LOG2_E
     tl.store(shift + lines, row_shift, mask=there)
     tl.store(delta + lines, row_delta, mask=there)
     return row_shift[:, None], row_delta[:, None]
@@ -72,7 +69,9 @@ def prepare_kernel(
         lines = (block.to(tl.int64) * K + slot) * (KV_HEADS * G) + head * G + rows % G
         q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
         grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
-        row_shift, row_delta = prepare_rows(out, grads, lse, shift, delta, lines, there, D, BLOCK_D)
+        outs = load_rows(out, lines * D, there, D, BLOCK_D, True)
+        log_sums = tl.load(lse + lines, mask=there, other=0.0)
+        row_shift, row_delta = prepare_rows(outs, grads, log_sums, shift, delta, lines, there)
         row_block = tl.where(there, block, -1)
         mask = own_mask(row_block, slot, keys, (block + 1) * K, window, K, WINDOW, CAUSAL)
         probs, ds = score_gradients(
@@ -83,6 +82,39 @@ def prepare_kernel(
         dk += product(tl.trans(ds.to(k.dtype)), q_tile)
     store_rows(dk_blk, offsets, own, dk * (scale / LOG2_E), D, BLOCK_D)
     store_rows(dv_blk, offsets, own, dv, D, BLOCK_D)
+
+
+@triton.jit
+def load_own(
+    k_blk, v_blk, keys, own_end, head,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    offsets = (keys.to(tl.int64) * KV_HEADS + head) * D
+    return (
+        load_rows(k_blk, offsets, keys < own_end, D, BLOCK_D, True),
+        load_rows(v_blk, offsets, keys < own_end, D, BLOCK_D, True),
+    )
+
+
+@triton.jit
+def own_gradients(
+    acc, q_tile, grads, k, v, row_shift, row_delta, mask, scale, keys, own_end, head,
+    dk_blk, dv_blk,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PREPARE: tl.constexpr,
+):  # fmt: skip
+    """Adds own keys' part to the queries' gradients; with PREPARE stores the keys' own."""
+    probs, ds = score_gradients(
+        product(q_tile, tl.trans(k)) * scale + row_shift,
+        product(grads, tl.trans(v)) + row_delta, mask, True,
+    )  # fmt: skip
+    if PREPARE:
+        # Transposed: the own keys of a tile are too few to be the rows of a wgmma.
+        dv = tl.trans(product(tl.trans(grads), probs.to(v.dtype)))
+        dk = tl.trans(product(tl.trans(q_tile), ds.to(k.dtype))) * (scale / LOG2_E)
+        offsets = (keys.to(tl.int64) * KV_HEADS + head) * D
+        store_rows(dv_blk, offsets, keys < own_end, dv, D, BLOCK_D)
+        store_rows(dk_blk, offsets, keys < own_end, dk, D, BLOCK_D)
+    return tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["blocks", "tokens", "window"])
@@ -106,35 +138,36 @@ def query_kernel(
     lines = (rows // G).to(tl.int64) * (KV_HEADS * G) + head * G + rows % G
     q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
     grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    own_begin = tile * BLOCK_M // (K * G) * K
+    own_end = tl.minimum(tl.cdiv((tile + 1) * BLOCK_M, K * G), blocks) * K
     if PREPARE:
         tl.static_assert(BLOCK_M % (K * G) == 0, "a tile's rows must be whole blocks")
-        row_shift, row_delta = prepare_rows(out, grads, lse, shift, delta, lines, there, D, BLOCK_D)
+        tl.static_assert(BLOCK_M <= BLOCK_O * G, "a tile's own keys must be loaded at once")
+        outs = load_rows(out, lines * D, there, D, BLOCK_D, True)
+        log_sums = tl.load(lse + lines, mask=there, other=0.0)
+        own = own_begin + tl.arange(0, BLOCK_O)
+        own_k, own_v = load_own(k_blk, v_blk, own, own_end, head, KV_HEADS, D, BLOCK_D)
+        # While all of this is on its way.
+        begin, full_begin, full_end, last = key_ranges(there, first, end, tokens, BLOCK_N)
+        row_shift, row_delta = prepare_rows(outs, grads, log_sums, shift, delta, lines, there)
+        own_seen = own_mask(block, slot, own, own_end, window, K, WINDOW, CAUSAL)
+        acc = own_gradients(
+            acc, q_tile, grads, own_k, own_v, row_shift, row_delta, own_seen, scale,
+            own, own_end, head, dk_blk, dv_blk, KV_HEADS, D, BLOCK_D, True,
+        )  # fmt: skip
     else:
         row_shift = tl.load(shift + lines, mask=there, other=0.0)[:, None]
         row_delta = tl.load(delta + lines, mask=there, other=0.0)[:, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
-    own_begin = tile * BLOCK_M // (K * G) * K
-    own_end = tl.minimum(tl.cdiv((tile + 1) * BLOCK_M, K * G), blocks) * K
-    for at in tl.range(own_begin, own_end, BLOCK_O, num_stages=1):
-        keys = at + tl.arange(0, BLOCK_O)
-        offsets = (keys.to(tl.int64) * KV_HEADS + head) * D
-        k = load_rows(k_blk, offsets, keys < own_end, D, BLOCK_D, True)
-        v = load_rows(v_blk, offsets, keys < own_end, D, BLOCK_D, True)
-        mask = own_mask(block, slot, keys, own_end, window, K, WINDOW, CAUSAL)
-        probs, ds = score_gradients(
-            product(q_tile, tl.trans(k)) * scale + row_shift,
-            product(grads, tl.trans(v)) + row_delta, mask, True,
-        )  # fmt: skip
-        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
-        if PREPARE:
-            # Transposed: the own keys of a tile are too few to be the rows of a wgmma.
-            dv = tl.trans(product(tl.trans(grads), probs.to(v.dtype)))
-            dk = tl.trans(product(tl.trans(q_tile), ds.to(k.dtype))) * (scale / LOG2_E)
-            store_rows(dv_blk, offsets, keys < own_end, dv, D, BLOCK_D)
-            store_rows(dk_blk, offsets, keys < own_end, dk, D, BLOCK_D)
-
-    begin, full_begin, full_end, last = key_ranges(there, first, end, tokens, BLOCK_N)
+        for at in tl.range(own_begin, own_end, BLOCK_O, num_stages=1):
+            keys = at + tl.arange(0, BLOCK_O)
+            k, v = load_own(k_blk, v_blk, keys, own_end, head, KV_HEADS, D, BLOCK_D)
+            mask = own_mask(block, slot, keys, own_end, window, K, WINDOW, CAUSAL)
+            acc = own_gradients(
+                acc, q_tile, grads, k, v, row_shift, row_delta, mask, scale, keys, own_end, head,
+                dk_blk, dv_blk, KV_HEADS, D, BLOCK_D, False,
+            )  # fmt: skip
+        begin, full_begin, full_end, last = key_ranges(there, first, end, tokens, BLOCK_N)
     k_ctx += head * HEAD_K
     v_ctx += head * HEAD_V
     for at in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
