@@ -123,14 +123,12 @@ __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* m
     };
     // A lane's arrival says nothing of what the others have read, unless they have met before.
     const auto free_keys = [&] {
-      __syncwarp();
-      if (lane == 0) arrive(base + Shared::kFreed + 16 * (step % Shared::kStages));
+      warp_arrive(base + Shared::kFreed + 16 * (step % Shared::kStages));
     };
     const auto wait_for_values = [&](int of) {
       wgmma_wait<0>();
       pin(o);
-      __syncwarp();
-      if (lane == 0) arrive(base + Shared::kFreed + 16 * (of % Shared::kStages) + 8);
+      warp_arrive(base + Shared::kFreed + 16 * (of % Shared::kStages) + 8);
     };
     constexpr std::integral_constant<int, kShortKeys> kShort;
     constexpr std::integral_constant<int, kForwardKeys> kLong;
@@ -218,7 +216,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     }
     for (int i = 0; i < 2 * Shared::kStages; ++i) {
       barrier_init(base + Shared::kFilled + 8 * i, 1);
-      barrier_init(base + Shared::kFreed + 8 * i, 8);
+      barrier_init(base + Shared::kFreed + 8 * i, 8 * kWarpArrivals);
     }
     for (int i = 0; i < Shared::kStages; ++i) barrier_init(base + Shared::kCleared + 8 * i, 32);
     fence_barrier_init();

@@ -5,6 +5,20 @@
 
 namespace dflash::sm90 {
 
+// Racecheck does not follow what __syncwarp orders before one lane's arrival at a barrier: it reports
+// even a program that does nothing else. For it every lane arrives.
+#ifdef DFLASH_RACECHECK
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
+// Arrives once all of the warp have met: kWarpArrivals of what the barrier counts.
+__device__ __forceinline__ void warp_arrive(uint32_t barrier) {
+  __syncwarp();
+  if (kWarpArrivals == 32 || threadIdx.x % 32 == 0) arrive(barrier);
+}
+
 // Shared memory operand whose contiguous dimension is not K: rows of 64 16-bit elements, one for
 // each element of K, 128-byte swizzle; the next 64 elements are `columns` bytes further.
 __device__ __forceinline__ uint64_t operand_across(uint32_t address, uint32_t columns) {

@@ -1,5 +1,6 @@
 // The forward of block_attention on shapes that leave parts of tiles idle, in buffers without a
 // byte to spare: a program for compute-sanitizer, without torch.
+#define DFLASH_RACECHECK
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
