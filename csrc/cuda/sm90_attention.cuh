@@ -5,8 +5,8 @@
 
 namespace dflash::sm90 {
 
-// Racecheck does not follow what __syncwarp orders before one lane's arrival at a barrier: it reports
-// even a program that does nothing else. For it every lane arrives.
+// Racecheck does not follow what __syncwarp orders before one lane's arrival at a barrier: it
+// reports even a program that does nothing else. For it every lane arrives.
 #ifdef DFLASH_RACECHECK
 constexpr int kWarpArrivals = 32;
 #else
