@@ -226,17 +226,12 @@ torch.library.define("dflash_ext::scale_gradient", "(Tensor gradient, Tensor fac
 
 @torch.library.impl("dflash_ext::scale_gradient", "default")
 def _(gradient: Tensor, factor: Tensor) -> Tensor:
+    if gradient.is_cuda and gradient.element_size() == 2:
+        # torch's kernel for mixed types does not vectorise: 0.18 ms instead of 0.05 on an H200.
+        from dflash_ext.ops.draft_loss.triton import scale_triton
+
+        return scale_triton(gradient, factor)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient))
-
-
-@torch.library.impl("dflash_ext::scale_gradient", "CUDA")
-def _(gradient: Tensor, factor: Tensor) -> Tensor:
-    if gradient.element_size() != 2:
-        return torch.mul(gradient, factor, out=torch.empty_like(gradient))
-    # torch's kernel for mixed types does not vectorise: 0.18 ms instead of 0.05 on an H200.
-    from dflash_ext.ops.draft_loss.triton import scale_triton
-
-    return scale_triton(gradient, factor)
 
 
 @torch.library.register_fake("dflash_ext::scale_gradient")
