@@ -1,4 +1,4 @@
-// Warpgroup products of attention: names for PTX instructions, no more.
+// What attention's kernels share: arrivals at barriers, warpgroup products, rows of results.
 #pragma once
 
 #include "sm90.cuh"
