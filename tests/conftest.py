@@ -33,6 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[fault_switches.VARIABLE] = name
 
 
+@pytest.fixture
+def cuda_by_default() -> Iterator[None]:
+    """Tensors are made on the GPU where nothing else is said."""
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
+
+
 @pytest.fixture(autouse=True)
 def fault_off(request: pytest.FixtureRequest) -> Iterator[None]:
     """Not monkeypatch: a test may undo that."""

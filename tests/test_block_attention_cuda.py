@@ -7,12 +7,16 @@ import threading
 import pytest
 import torch
 from block_attention_cases import MASKS, NAMES, Case, error, errors, make_case, sdpa
+from cuda_waits import no_syncs
 from torch import Tensor
 
 from dflash_ext.ops import block_attention
 from dflash_ext.ops.block_attention.naive import block_attention_naive
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("cuda_by_default"),
+]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 
 SLEEP_CYCLES = 500_000_000  # a quarter of a second, or more
@@ -32,13 +36,6 @@ SHAPES = [
 # A mask's kind is compiled in: every kind at two shapes, two kinds at every shape.
 CASES = [(shape, mask) for shape in SHAPES[:2] for mask in MASKS]
 CASES += [(shape, mask) for shape in SHAPES[2:] for mask in ({}, {"window": 7, "causal": True})]
-
-
-@pytest.fixture(autouse=True)
-def default_device():
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
 
 
 @pytest.fixture(params=["triton", "cuda"])
@@ -319,11 +316,8 @@ def test_side_stream_is_used() -> None:
 def test_no_sync_and_captured_in_a_graph() -> None:
     case = make_case(8, 16, (8, 2), 128, 500, torch.bfloat16, longest=200)
     wanted = case.run(block_attention, torch.bfloat16)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_syncs():
         case.run(block_attention, torch.bfloat16)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     good = [x.clone() for x in case.tensors]
     with torch.cuda.graph(graph):

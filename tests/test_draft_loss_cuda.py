@@ -21,19 +21,15 @@ from dflash_ext.ops.draft_loss import draft_loss_stats
 from dflash_ext.ops.draft_loss.naive import draft_loss_stats_naive
 from dflash_ext.ops.metric_add import WORD, new_accumulator
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("cuda_by_default"),
+]
 
 NAN, INF = float("nan"), float("inf")
 HALVES = [torch.bfloat16, torch.float16]
 ODD_OPTIONS = [{"logit_scale": -0.5, "kl_weight": 1.0}, {"ce_weight": -1.0}]
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # the largest relative error
-
-
-@pytest.fixture(autouse=True)
-def default_device():
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
 
 
 def exact_case(

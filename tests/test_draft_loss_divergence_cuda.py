@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from cuda_waits import no_syncs
 from draft_loss_cases import arguments, error, gradient, make_case
 from torch import Tensor
 
@@ -11,17 +12,13 @@ from dflash_ext.ops import draft_loss
 from dflash_ext.ops.draft_loss import draft_loss_stats
 from dflash_ext.ops.draft_loss.naive import divergence, draft_loss_stats_naive
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("cuda_by_default"),
+]
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # the largest relative error
 OTHERS = pytest.mark.parametrize("kl", ["reverse", "js", "tv"])
-
-
-@pytest.fixture(autouse=True)
-def default_device():
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
 
 
 @OTHERS
@@ -73,11 +70,8 @@ def test_graph_without_syncs(kl):
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         wanted = step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_syncs():
             step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

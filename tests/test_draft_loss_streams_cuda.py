@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from cuda_waits import no_syncs
 from draft_loss_cases import (
     Case,
     arguments,
@@ -15,17 +16,13 @@ from torch import Tensor
 from dflash_ext.ops import draft_loss
 from dflash_ext.ops.metric_add import new_accumulator
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("cuda_by_default"),
+]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 
 SLEEP_CYCLES = 500_000_000  # a quarter of a second, or more
-
-
-@pytest.fixture(autouse=True)
-def default_device():
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -47,11 +44,8 @@ def test_graph_without_syncs(dtype):
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_syncs():
             step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

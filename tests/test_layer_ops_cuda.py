@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from cuda_waits import no_syncs
 from torch import Tensor
 from triton_cases import EPS, error
 
@@ -105,8 +106,5 @@ def test_no_call_waits_for_the_gpu() -> None:
         (ops.swiglu(normed).sum() + total.sum()).backward()
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_syncs():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

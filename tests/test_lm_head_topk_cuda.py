@@ -9,19 +9,15 @@ from head_cases import check_against_fp64, make_head
 from dflash_ext import ops
 from dflash_ext.ops.lm_head_topk.naive import lm_head_topk_naive
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("cuda_by_default"),
+]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 
 NAN, INF = float("nan"), float("inf")
 SLEEP_CYCLES = 500_000_000  # a quarter of a second, or more
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]  # fp32 takes the path of every GPU
-
-
-@pytest.fixture(autouse=True)
-def default_device():
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
 
 
 def head_of(logits, dtype):

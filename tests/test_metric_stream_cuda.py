@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cuda_waits import no_syncs
 from torch import Tensor
 
 from dflash_ext import metrics, ops
@@ -243,13 +244,9 @@ def test_profile_of_100_steps_has_no_sync() -> None:
         train_step(stream, batch, step)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with record_function("the steps"):
-                for step in range(3, 103):
-                    train_step(stream, batch, step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with no_syncs(), record_function("the steps"):
+            for step in range(3, 103):
+                train_step(stream, batch, step)
         torch.cuda.synchronize()
     events = prof.events()
     span = next(event for event in events if event.name == "the steps").time_range
