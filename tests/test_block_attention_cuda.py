@@ -39,14 +39,14 @@ CASES += [(shape, mask) for shape in SHAPES[2:] for mask in ({}, {"window": 7, "
 
 
 @pytest.fixture(params=["triton", "cuda"])
-def forward(request, monkeypatch) -> str:
-    """The kernel of the forward: the Triton one, or Hopper's where there is one."""
+def forward(request, monkeypatch) -> None:
+    """Triton's forward, or Hopper's, then with one kernel fewer in the backward."""
     if request.param == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
-    # The function dflash_ext.ops.block_attention hides the package of its name.
-    module = importlib.import_module("dflash_ext.ops.block_attention.triton")
+    module = importlib.import_module("dflash_ext.ops.block_attention.triton")  # a function hides it
     monkeypatch.setattr(module, "FORWARD", request.param)
-    return request.param
+    monkeypatch.setattr(module, "PREPARE", "query" if request.param == "cuda" else "own")
+    monkeypatch.setattr(module, "device_config", module.device_config.__wrapped__)
 
 
 def ordered(case: Case) -> Case:

@@ -43,9 +43,12 @@ for shape in (
     (1, 1, (1, 1), 1, 1),
     (3, 6, (4, 2), 16, 0),
     (6, 16, (8, 2), 16, 130, torch.float32, 100),
+    (5, 4, (4, 2), 16, 70),  # four blocks in a tile of rows, and a tile that is not full
+    (3, 16, (4, 2), 24, 50),
 ):
     cases += [(shape, mask) for mask in both]
 config = kernels.choose_config(torch.float32, 64, 0)
+config = dataclasses.replace(config, query_prepares=True)
 copying = dataclasses.replace(config, copy_engine=True)
 for shape, mask in cases:
     case = make_case(*shape)
@@ -147,8 +150,11 @@ def stack_bytes(cubin: bytes) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_compiles_to_a_cubin(shape: tuple) -> None:
+@pytest.mark.parametrize("prepare", ["own", "query"])
+def test_compiles_to_a_cubin(shape: tuple, prepare: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from dflash_ext.ops.block_attention import triton as kernels
+
+    monkeypatch.setattr(kernels, "PREPARE", prepare)
 
     capability, dtype, dim, slots, group = shape
     problem = kernels.Problem(1024, slots, 8, group, dim, 49152, dim**-0.5, 2048, True)
@@ -157,7 +163,7 @@ def test_compiles_to_a_cubin(shape: tuple) -> None:
     for kernel, options in (
         (kernels.forward_kernel, kernels.walk_options(problem, config.forward, strides)),
         (kernels.prepare_kernel, kernels.prepare_options(problem, config.prepare)),
-        (kernels.query_kernel, kernels.walk_options(problem, config.query, strides)),
+        (kernels.query_kernel, kernels.query_options(problem, config, strides)),
         (kernels.sight_kernel, kernels.sight_options(problem, config.context.keys)),
         (kernels.context_kernel, kernels.context_options(problem, config.context, strides, True)),
     ):

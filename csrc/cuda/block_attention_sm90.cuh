@@ -36,6 +36,16 @@ struct ContextParams {
   bool add;
 };
 
+// Shift, delta and visible keys of a tile's rows, by the thread of a quad whose columns of a
+// product they are: 4 floats at a time, in banks of their own.
+struct RowFacts {
+  static constexpr int kThread = kContextRows / 4 + 4;
+  float shift[4 * kThread], delta[4 * kThread];
+  int first[4 * kThread], end[4 * kThread];
+
+  static __device__ int place(int row) { return row / 2 % 4 * kThread + row / 8 * 2 + row % 2; }
+};
+
 template <int kDim>
 struct ContextShared {
   static constexpr int kBoxes = kDim / 64;
@@ -43,7 +53,7 @@ struct ContextShared {
   static constexpr int kKeys = kBoxes * kKeyBox, kRows = kBoxes * kRowBox;
   static constexpr int kStage = 2 * kRows;
   static constexpr int kFacts = 2 * kKeys + kContextStages * kStage;
-  static constexpr int kFactBytes = kContextRows * 16;
+  static constexpr int kFactBytes = sizeof(RowFacts);
   static constexpr int kBarriers = kFacts + kContextStages * kFactBytes;
   static constexpr int kBytes = kBarriers + (2 * kContextStages + 1) * 8;
 };
@@ -72,12 +82,6 @@ struct SlotTiles {
   }
 };
 
-// Shift, delta and visible keys of a row, as the multiplying warpgroups find them.
-struct RowFacts {
-  float shift[kContextRows], delta[kContextRows];
-  int first[kContextRows], end[kContextRows];
-};
-
 template <int kDim>
 __device__ __forceinline__ void copy_rows(const CUtensorMap& q_map, const CUtensorMap& grad_map,
                                           const ContextParams& p, const SlotTiles& tiles, int head,
@@ -90,6 +94,17 @@ __device__ __forceinline__ void copy_rows(const CUtensorMap& q_map, const CUtens
     const int stage = i % kContextStages;
     int slots_end;
     const int begin = tiles.begin(i, slots_end);
+    wait(empty + 8 * stage, (i / kContextStages & 1) ^ 1);
+    if (lane == 0) {
+      const uint32_t target = shared_address(shared) + 2 * Shared::kKeys + stage * Shared::kStage;
+      arrive_expect(full + 8 * stage, bytes);
+#pragma unroll
+      for (int box = 0; box < Shared::kBoxes; ++box) {
+        const uint32_t to = target + box * Shared::kRowBox;
+        copy_box(to, &q_map, 64 * box, head * p.group, begin, full + 8 * stage);
+        copy_box(to + Shared::kRows, &grad_map, 64 * box, head * p.group, begin, full + 8 * stage);
+      }
+    }
     float shift[2], delta[2];
     int first[2], end[2];
 #pragma unroll
@@ -111,25 +126,14 @@ __device__ __forceinline__ void copy_rows(const CUtensorMap& q_map, const CUtens
       first[half] = static_cast<int>(start);
       end[half] = static_cast<int>(stop);
     }
-    wait(empty + 8 * stage, (i / kContextStages & 1) ^ 1);
-    if (lane == 0) {
-      const uint32_t target = shared_address(shared) + 2 * Shared::kKeys + stage * Shared::kStage;
-      arrive_expect(full + 8 * stage, bytes);
-#pragma unroll
-      for (int box = 0; box < Shared::kBoxes; ++box) {
-        const uint32_t to = target + box * Shared::kRowBox;
-        copy_box(to, &q_map, 64 * box, head * p.group, begin, full + 8 * stage);
-        copy_box(to + Shared::kRows, &grad_map, 64 * box, head * p.group, begin, full + 8 * stage);
-      }
-    }
     RowFacts& facts = reinterpret_cast<RowFacts*>(shared + Shared::kFacts)[stage];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = 32 * half + lane;
-      facts.shift[row] = shift[half];
-      facts.delta[row] = delta[half];
-      facts.first[row] = first[half];
-      facts.end[row] = end[half];
+      const int at = RowFacts::place(32 * half + lane);
+      facts.shift[at] = shift[half];
+      facts.delta[at] = delta[half];
+      facts.first[at] = first[half];
+      facts.end[at] = end[half];
     }
     arrive(full + 8 * stage);
   }
@@ -140,22 +144,23 @@ template <typename T>
 __device__ __forceinline__ void probabilities(const float (&s)[32], uint32_t (&probs)[16],
                                               const RowFacts& facts, float scale, bool masked,
                                               int key) {
-  const int column = 2 * (threadIdx.x & 3);
+  const int place = RowFacts::kThread * (threadIdx.x & 3);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float2 shift = *reinterpret_cast<const float2*>(facts.shift + 8 * j + column);
+  for (int j = 0; j < 8; j += 2) {
+    const float4 shift = *reinterpret_cast<const float4*>(facts.shift + place + 2 * j);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int i = 4 * j + 2 * h;
-      probs[i / 2] = pack<T>(exp2_approximate(fmaf(s[i], scale, shift.x)),
-                             exp2_approximate(fmaf(s[i + 1], scale, shift.y)));
+    for (int part = 0; part < 4; ++part) {
+      const int i = 4 * j + 2 * part;
+      const float low = fmaf(s[i], scale, part < 2 ? shift.x : shift.z);
+      const float high = fmaf(s[i + 1], scale, part < 2 ? shift.y : shift.w);
+      probs[i / 2] = pack<T>(exp2_approximate(low), exp2_approximate(high));
     }
   }
   if (!masked) return;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const int2 first = *reinterpret_cast<const int2*>(facts.first + 8 * j + column);
-    const int2 end = *reinterpret_cast<const int2*>(facts.end + 8 * j + column);
+    const int2 first = *reinterpret_cast<const int2*>(facts.first + place + 2 * j);
+    const int2 end = *reinterpret_cast<const int2*>(facts.end + place + 2 * j);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int at = key + 8 * h;
@@ -171,15 +176,16 @@ __device__ __forceinline__ void score_gradients(const uint32_t (&probs)[16],
                                                 const float (&products)[32],
                                                 uint32_t (&gradients)[16], const RowFacts& facts,
                                                 bool masked) {
-  const int column = 2 * (threadIdx.x & 3);
+  const int place = RowFacts::kThread * (threadIdx.x & 3);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float2 delta = *reinterpret_cast<const float2*>(facts.delta + 8 * j + column);
+  for (int j = 0; j < 8; j += 2) {
+    const float4 delta = *reinterpret_cast<const float4*>(facts.delta + place + 2 * j);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int i = 4 * j + 2 * h;
+    for (int part = 0; part < 4; ++part) {
+      const int i = 4 * j + 2 * part;
       const float2 p = unpack<T>(probs[i / 2]);
-      float low = p.x * (products[i] + delta.x), high = p.y * (products[i + 1] + delta.y);
+      float low = p.x * (products[i] + (part < 2 ? delta.x : delta.z));
+      float high = p.y * (products[i + 1] + (part < 2 ? delta.y : delta.w));
       if (masked) {
         low = p.x == 0 ? 0 : low;
         high = p.y == 0 ? 0 : high;
@@ -195,18 +201,19 @@ __device__ __forceinline__ void write_gradient(const float (&d)[kSize], void* to
                                                int64_t column, bool add) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (key + 8 * h >= tokens) continue;
-    const int64_t at = (key + 8 * h) * row_stride + column + 2 * (threadIdx.x & 3);
+    const bool there = key + 8 * h < tokens;
+    const int64_t at = (key + 8 * h) * row_stride + column;
+    if (add) {
+      float2* target = reinterpret_cast<float2*>(static_cast<float*>(to) + at) + (threadIdx.x & 3);
 #pragma unroll
-    for (int j = 0; j < kSize / 4; ++j) {
-      const float low = d[4 * j + 2 * h] * factor, high = d[4 * j + 2 * h + 1] * factor;
-      if (add) {
-        float2* target = reinterpret_cast<float2*>(static_cast<float*>(to) + at + 8 * j);
-        const float2 before = *target;
-        *target = {before.x + low, before.y + high};
-      } else {
-        *reinterpret_cast<uint32_t*>(static_cast<T*>(to) + at + 8 * j) = pack<T>(low, high);
+      for (int j = 0; j < kSize / 4; ++j) {
+        if (!there) continue;
+        const float2 before = target[4 * j];
+        target[4 * j] = {before.x + d[4 * j + 2 * h] * factor,
+                         before.y + d[4 * j + 2 * h + 1] * factor};
       }
+    } else {
+      write_row<T>(d, h, factor, static_cast<T*>(to) + at, there);
     }
   }
 }
@@ -225,10 +232,6 @@ __global__ void __launch_bounds__(kContextThreads, 1)
   const uint32_t empty = full + 8 * kContextStages, keys_full = empty + 8 * kContextStages;
   const int head = blockIdx.x % p.kv_heads, tile = blockIdx.x / p.kv_heads;
   const int begin = tile * kContextKeys;
-  const SlotTiles tiles(p.sight[tile], p.slots, p.group);
-  const int count = tiles.count();
-  if (p.add && count == 0) return;
-
   if (threadIdx.x == 0) {
     for (int i = 0; i < kContextStages; ++i) {
       barrier_init(full + 8 * i, 1 + 32);
@@ -236,6 +239,19 @@ __global__ void __launch_bounds__(kContextThreads, 1)
     }
     barrier_init(keys_full, 1);
     fence_barrier_init();
+    arrive_expect(keys_full, 2 * Shared::kKeys);
+#pragma unroll
+    for (int box = 0; box < Shared::kBoxes; ++box) {
+      const uint32_t target = shared_address(shared) + box * Shared::kKeyBox;
+      copy_box(target, &k_map, head * p.head_k + 64 * box, begin, keys_full);
+      copy_box(target + Shared::kKeys, &v_map, head * p.head_v + 64 * box, begin, keys_full);
+    }
+  }
+  const SlotTiles tiles(p.sight[tile], p.slots, p.group);
+  const int count = tiles.count();
+  if (p.add && count == 0) {
+    if (threadIdx.x == 0) wait(keys_full, 0);  // memory that copies write must not be given away
+    return;
   }
   // Rows of a stage that no copy fills must not be NaN, which 0 * NaN is.
   const int filled = tiles.size * p.group * 128;
@@ -252,16 +268,6 @@ __global__ void __launch_bounds__(kContextThreads, 1)
   if (threadIdx.x < 128) {
     give_registers<24>();
     if (threadIdx.x < 32) {
-      if (threadIdx.x == 0) {
-        arrive_expect(keys_full, 2 * Shared::kKeys);
-#pragma unroll
-        for (int box = 0; box < Shared::kBoxes; ++box) {
-          const uint32_t target = shared_address(shared) + box * Shared::kKeyBox;
-          copy_box(target, &k_map, head * p.head_k + 64 * box, begin, keys_full);
-          copy_box(target + Shared::kKeys, &v_map, head * p.head_v + 64 * box, begin, keys_full);
-        }
-      }
-      __syncwarp();
       copy_rows<kDim>(q_map, grad_map, p, tiles, head, shared, full, empty);
     }
   } else {

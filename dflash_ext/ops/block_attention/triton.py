@@ -27,8 +27,9 @@ from dflash_ext.ops.block_attention.triton_forward import forward_kernel
 ANCHOR_CHUNK = 1024  # blocks whose ranges a program of context_kernel looks at together
 MIN_DOT = 16  # least size of a product's operand
 HOPPER_KEYS = 128  # a tile of context keys in the CUDA kernel
-# Temporary, until the CUDA kernel has been measured beside the Triton one: "cuda" or "triton".
+# Temporary, until measured beside what they replace: "cuda" or "triton"; "query" or "own".
 FORWARD = os.environ.get("DFLASH_ATTENTION_FORWARD", "triton")
+PREPARE = os.environ.get("DFLASH_ATTENTION_PREPARE", "own")
 LARGE_SHARED_MEMORY = 227 * 1024  # of a block: Hopper, data center Blackwell
 
 
@@ -50,6 +51,8 @@ class Config:
     prepare: Tiles
     copy_engine: bool = False  # TMA where the shapes allow it
     hopper: bool = False  # the CUDA kernels where the shapes allow it
+    query_prepares: bool = False  # no prepare_kernel where the shapes allow it
+    edge_stages: int = 1  # tiles in flight of those that query_kernel masks
 
 
 def choose_config(dtype: torch.dtype, dim: int, shared_memory: int) -> Config:
@@ -68,7 +71,10 @@ def choose_config(dtype: torch.dtype, dim: int, shared_memory: int) -> Config:
         walk = Tiles(64, 64, 8, 2)
         return Config(walk, walk, context, Tiles(64, 0, 4, 1))
     walk = Tiles(64, 64, 4, 3)
-    return Config(walk, Tiles(128, 64, 8, 3), context, Tiles(64, 0, 4, 1), True)
+    return Config(
+        walk, Tiles(128, 64, 8, 3), context, Tiles(64, 0, 4, 1),
+        copy_engine=True, query_prepares=PREPARE == "query", edge_stages=1 + (PREPARE == "query"),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -148,6 +154,23 @@ def walk_options(problem: Problem, tiles: Tiles, strides: dict[str, int]) -> dic
         "STAGES": tiles.stages,
         "num_warps": tiles.warps,
     }
+
+
+def query_prepares(problem: Problem, config: Config) -> bool:
+    """Where a tile's rows are whole blocks, that is all that sees its own keys, and those few."""
+    rows = config.query.rows
+    few = rows // problem.group <= config.query.keys
+    return config.query_prepares and rows % (problem.slots * problem.group) == 0 and few
+
+
+def query_options(problem: Problem, config: Config, strides: dict[str, int]) -> dict[str, Any]:
+    options = walk_options(problem, config.query, strides)
+    prepares = query_prepares(problem, config)
+    if prepares:
+        options["BLOCK_O"] = max(
+            MIN_DOT, triton.next_power_of_2(config.query.rows // problem.group)
+        )
+    return {**options, "EDGE_STAGES": config.edge_stages, "PREPARE": prepares}
 
 
 def prepare_options(problem: Problem, tiles: Tiles) -> dict[str, Any]:
@@ -283,19 +306,21 @@ def backward(
     facts = scalars(problem)
     scale, blocks, tokens, window = facts
     strides = context_strides(k_ctx, v_ctx)
-    launch(
-        prepare_kernel,
-        problem.blocks * problem.kv_heads,
-        *(q, k_blk, v_blk, out, grad_out, lse, shift, delta, dk_blk, dv_blk),
-        *(scale, blocks, window),
-        **prepare_options(problem, config.prepare),
-    )
+    if not query_prepares(problem, config):
+        launch(
+            prepare_kernel,
+            problem.blocks * problem.kv_heads,
+            *(q, k_blk, v_blk, out, grad_out, lse, shift, delta, dk_blk, dv_blk),
+            *(scale, blocks, window),
+            **prepare_options(problem, config.prepare),
+        )
     described = (tile_descriptor(x, config.query.keys, problem, config) for x in (k_ctx, v_ctx))
     launch(
         query_kernel,
         triton.cdiv(problem.rows, config.query.rows) * problem.kv_heads,
-        *(q, k_ctx, v_ctx, *described, k_blk, v_blk, *ranges, grad_out, shift, delta, dq, *facts),
-        **walk_options(problem, config.query, strides),
+        *(q, k_ctx, v_ctx, *described, k_blk, v_blk, *ranges, out, grad_out, lse, shift, delta),
+        *(dq, dk_blk, dv_blk, *facts),
+        **query_options(problem, config, strides),
     )
     hopper = config.hopper and fits_hopper(problem, q, k_ctx, v_ctx, grad_out)
     keys = HOPPER_KEYS if hopper else config.context.keys

@@ -1,10 +1,10 @@
 # mypy: disallow-incomplete-defs=False
 """Triton kernels of block_attention, backward.
 
-`prepare_kernel` makes the rows' sums of out * grad_out and the gradients of a block's own keys;
 `query_kernel` walks a row tile's keys again, as the forward does; `context_kernel` walks, for a
-tile of context keys, the rows that see it. Nothing is shared between programs, so nothing depends
-on their order.
+tile of context keys, the rows that see it. Both need the rows' sums of out * grad_out, and a
+block's own keys have gradients too: `query_kernel` makes them if its tiles hold whole blocks, else
+`prepare_kernel` does. Nothing is shared between programs, so nothing depends on their order.
 """
 
 import triton
@@ -35,6 +35,16 @@ def score_gradients(exponents, gradients, mask, MASKED: tl.constexpr):
     return probs, gradients
 
 
+@triton.jit
+def prepare_rows(outs, grads, log_sums, shift, delta, lines, there):
+    """(-log2 of the softmax's denominator, -sum of out * grad_out) of each row, stored too."""
+    row_shift = log_sums * -LOG2_E
+    row_delta = -tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
+    tl.store(shift + lines, row_shift, mask=there)
+    tl.store(delta + lines, row_delta, mask=there)
+    return row_shift[:, None], row_delta[:, None]
+
+
 @triton.jit(do_not_specialize=["blocks", "window"])
 def prepare_kernel(
     q, k_blk, v_blk, out, grad_out, lse, shift, delta, dk_blk, dv_blk, scale, blocks, window,
@@ -60,15 +70,13 @@ def prepare_kernel(
         q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
         grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
         outs = load_rows(out, lines * D, there, D, BLOCK_D, True)
-        sums = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
-        logs = tl.load(lse + lines, mask=there, other=0.0) * LOG2_E
-        tl.store(shift + lines, -logs, mask=there)
-        tl.store(delta + lines, -sums, mask=there)
+        log_sums = tl.load(lse + lines, mask=there, other=0.0)
+        row_shift, row_delta = prepare_rows(outs, grads, log_sums, shift, delta, lines, there)
         row_block = tl.where(there, block, -1)
         mask = own_mask(row_block, slot, keys, (block + 1) * K, window, K, WINDOW, CAUSAL)
         probs, ds = score_gradients(
-            product(q_tile, tl.trans(k)) * scale - logs[:, None],
-            product(grads, tl.trans(v)) - sums[:, None], mask, True,
+            product(q_tile, tl.trans(k)) * scale + row_shift,
+            product(grads, tl.trans(v)) + row_delta, mask, True,
         )  # fmt: skip
         dv += product(tl.trans(probs.to(v.dtype)), grads)
         dk += product(tl.trans(ds.to(k.dtype)), q_tile)
@@ -76,16 +84,52 @@ def prepare_kernel(
     store_rows(dv_blk, offsets, own, dv, D, BLOCK_D)
 
 
+@triton.jit
+def load_own(
+    k_blk, v_blk, keys, own_end, head,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    offsets = (keys.to(tl.int64) * KV_HEADS + head) * D
+    return (
+        load_rows(k_blk, offsets, keys < own_end, D, BLOCK_D, True),
+        load_rows(v_blk, offsets, keys < own_end, D, BLOCK_D, True),
+    )
+
+
+@triton.jit
+def own_gradients(
+    acc, q_tile, grads, k, v, row_shift, row_delta, mask, scale, keys, own_end, head,
+    dk_blk, dv_blk,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PREPARE: tl.constexpr,
+):  # fmt: skip
+    """Adds own keys' part to the queries' gradients; with PREPARE stores the keys' own."""
+    probs, ds = score_gradients(
+        product(q_tile, tl.trans(k)) * scale + row_shift,
+        product(grads, tl.trans(v)) + row_delta, mask, True,
+    )  # fmt: skip
+    if PREPARE:
+        # Own keys as rows, though mostly too few for wgmma. As columns, they would make probs an
+        # operand in shared memory in swizzles of 64 or 32 bytes, whose descriptors have bit 63
+        # set: ptxas 12.8, which Triton 3.6 brings, adds all but the first step to a wrong or unset
+        # register.
+        dv = product(tl.trans(probs.to(v.dtype)), grads)
+        dk = product(tl.trans(ds.to(k.dtype)), q_tile) * (scale / LOG2_E)
+        offsets = (keys.to(tl.int64) * KV_HEADS + head) * D
+        store_rows(dv_blk, offsets, keys < own_end, dv, D, BLOCK_D)
+        store_rows(dk_blk, offsets, keys < own_end, dk, D, BLOCK_D)
+    return tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["blocks", "tokens", "window"])
 def query_kernel(
-    q, k_ctx, v_ctx, k_tiles, v_tiles, k_blk, v_blk, ctx_start, ctx_end, grad_out, shift,
-    delta, dq,
+    q, k_ctx, v_ctx, k_tiles, v_tiles, k_blk, v_blk, ctx_start, ctx_end, out, grad_out, lse, shift,
+    delta, dq, dk_blk, dv_blk,
     scale, blocks, tokens, window,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
     KV_HEADS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EDGE_STAGES: tl.constexpr, PREPARE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
@@ -97,25 +141,36 @@ def query_kernel(
     lines = (rows // G).to(tl.int64) * (KV_HEADS * G) + head * G + rows % G
     q_tile = load_rows(q, lines * D, there, D, BLOCK_D, True)
     grads = load_rows(grad_out, lines * D, there, D, BLOCK_D, True)
-    row_shift = tl.load(shift + lines, mask=there, other=0.0)[:, None]
-    row_delta = tl.load(delta + lines, mask=there, other=0.0)[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
     own_begin = tile * BLOCK_M // (K * G) * K
     own_end = tl.minimum(tl.cdiv((tile + 1) * BLOCK_M, K * G), blocks) * K
-    for at in tl.range(own_begin, own_end, BLOCK_O, num_stages=1):
-        keys = at + tl.arange(0, BLOCK_O)
-        offsets = (keys.to(tl.int64) * KV_HEADS + head) * D
-        k = load_rows(k_blk, offsets, keys < own_end, D, BLOCK_D, True)
-        v = load_rows(v_blk, offsets, keys < own_end, D, BLOCK_D, True)
-        mask = own_mask(block, slot, keys, own_end, window, K, WINDOW, CAUSAL)
-        _, ds = score_gradients(
-            product(q_tile, tl.trans(k)) * scale + row_shift,
-            product(grads, tl.trans(v)) + row_delta, mask, True,
+    if PREPARE:
+        tl.static_assert(BLOCK_M % (K * G) == 0, "a tile's rows must be whole blocks")
+        tl.static_assert(BLOCK_M <= BLOCK_O * G, "a tile's own keys must be loaded at once")
+        outs = load_rows(out, lines * D, there, D, BLOCK_D, True)
+        log_sums = tl.load(lse + lines, mask=there, other=0.0)
+        own = own_begin + tl.arange(0, BLOCK_O)
+        own_k, own_v = load_own(k_blk, v_blk, own, own_end, head, KV_HEADS, D, BLOCK_D)
+        # While all of this is on its way.
+        begin, full_begin, full_end, last = key_ranges(there, first, end, tokens, BLOCK_N)
+        row_shift, row_delta = prepare_rows(outs, grads, log_sums, shift, delta, lines, there)
+        own_seen = own_mask(block, slot, own, own_end, window, K, WINDOW, CAUSAL)
+        acc = own_gradients(
+            acc, q_tile, grads, own_k, own_v, row_shift, row_delta, own_seen, scale,
+            own, own_end, head, dk_blk, dv_blk, KV_HEADS, D, BLOCK_D, True,
         )  # fmt: skip
-        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
-
-    begin, full_begin, full_end, last = key_ranges(there, first, end, tokens, BLOCK_N)
+    else:
+        row_shift = tl.load(shift + lines, mask=there, other=0.0)[:, None]
+        row_delta = tl.load(delta + lines, mask=there, other=0.0)[:, None]
+        for at in tl.range(own_begin, own_end, BLOCK_O, num_stages=1):
+            keys = at + tl.arange(0, BLOCK_O)
+            k, v = load_own(k_blk, v_blk, keys, own_end, head, KV_HEADS, D, BLOCK_D)
+            mask = own_mask(block, slot, keys, own_end, window, K, WINDOW, CAUSAL)
+            acc = own_gradients(
+                acc, q_tile, grads, k, v, row_shift, row_delta, mask, scale, keys, own_end, head,
+                dk_blk, dv_blk, KV_HEADS, D, BLOCK_D, False,
+            )  # fmt: skip
+        begin, full_begin, full_end, last = key_ranges(there, first, end, tokens, BLOCK_N)
     k_ctx += head * HEAD_K
     v_ctx += head * HEAD_V
     for at in tl.range(full_begin, full_end, BLOCK_N, num_stages=STAGES):
@@ -127,7 +182,8 @@ def query_kernel(
             product(grads, tl.trans(v)) + row_delta, keys, False,
         )  # fmt: skip
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
-    for i in tl.range(0, masked_tiles(begin, full_begin, full_end, last, BLOCK_N), num_stages=1):
+    edges = masked_tiles(begin, full_begin, full_end, last, BLOCK_N)
+    for i in tl.range(0, edges, num_stages=EDGE_STAGES):
         keys = masked_at(i, begin, full_begin, full_end, BLOCK_N) + tl.arange(0, BLOCK_N)
         mask = (keys[None, :] >= first[:, None]) & (keys[None, :] < end[:, None])
         # Not merely `keys < last`: what no row sees may be NaN, and 0 * NaN is.
