@@ -27,6 +27,7 @@ __all__ = [
     "check_convolution",
     "disable_fla_tensor_cache",
     "find_gdn_kernels",
+    "forget_sizes",
     "gdn_modules",
     "isolate_autotuner",
     "profile_kernels",
@@ -39,6 +40,8 @@ FLA_CONVOLUTIONS = (
     "fla.modules.conv.causal_conv1d",
     "fla.modules.convolution",
 )
+# Arguments of its kernels that stand for the size of a batch: rows, and blocks of a norm's rows.
+SIZE_KEYS = ("B", "NB")
 CONV_LIMIT = 1e-5  # relative error in fp32
 Convolution = Callable[[Tensor, Tensor], Tensor]
 
@@ -82,6 +85,8 @@ def find_gdn_kernels(load: Callable[[str], Any] = importlib.import_module) -> Gd
     if autotuner is not None:
         isolate_autotuner(autotuner)
     norm = _attribute(load, "fla.modules.fused_norm_gate", "rms_norm_gated")
+    if autotuner is not None:
+        forget_sizes(autotuner)
     norm_gated = None if norm is None else _fla_norm_gated(norm)
     convolution = _attribute(load, "causal_conv1d", "causal_conv1d_fn")
     if convolution is not None:
@@ -165,6 +170,24 @@ class _OfThread:
 
     def _values(self, owner: Any) -> threading.local:
         return owner.__dict__.setdefault(self._name, threading.local())
+
+
+def forget_sizes(autotuner: type) -> None:
+    """Let flash-linear-attention's kernels be tuned once, whatever the size of a batch.
+
+    Some are tuned anew for every number of rows and for every 65,536 rows of a norm: a batch of
+    another size stops all threads for up to 20 s in the middle of a run, for a choice that hardly
+    depends on it.
+    """
+    jitted = autotuner.__base__  # what wraps a kernel, and the kernel itself
+    assert jitted is not None
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "fla":
+            for kernel in list(vars(module).values()):
+                while isinstance(kernel, jitted):
+                    if isinstance(kernel, autotuner):
+                        kernel.keys = [key for key in kernel.keys if key not in SIZE_KEYS]
+                    kernel = getattr(kernel, "fn", None)
 
 
 def check_convolution(kernels: GdnKernels, device: torch.device) -> None:

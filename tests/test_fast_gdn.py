@@ -17,6 +17,7 @@ from dflash_ext.fast_gdn import (
     check_convolution,
     disable_fla_tensor_cache,
     find_gdn_kernels,
+    forget_sizes,
     gdn_modules,
     isolate_autotuner,
     prove_gdn_kernels,
@@ -218,3 +219,44 @@ def test_the_autotuner_of_triton_in_threads() -> None:
     for n in (4, 4, 5):  # tuned by then, and not
         busy.clear()
         assert tuner.run(1, n, grid=(1,)) == 1
+
+
+def test_kernels_are_tuned_once_whatever_the_size_of_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tuner_module = pytest.importorskip("triton.runtime.autotuner")
+
+    class Kernel(tuner_module.Autotuner.__base__):
+        arg_names = ["x", "D", "NB"]
+
+        @staticmethod
+        def fn(x: int, D: int, NB: int) -> None: ...
+
+        def run(self, *args: object, **kwargs: object) -> None: ...
+
+    tuned: list[int] = []
+
+    def tuner(package: str) -> object:
+        """A kernel of that package, tuned for D and NB, as a decorator leaves it there."""
+        configs = [tuner_module.Config({}, num_warps=w) for w in (1, 2)]
+        tuned_for = tuner_module.Autotuner(
+            Kernel(), Kernel.arg_names, configs, ["D", "NB"], None, None,
+            do_bench=lambda call, quantiles: tuned.append(1) or [1.0] * 3,
+        )  # fmt: skip
+        module = types.ModuleType(package)
+        module.kernel = tuner_module.Heuristics(tuned_for, Kernel.arg_names, {})  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, package, module)
+        return tuned_for
+
+    def tunings(kernel: object) -> list[int]:
+        counts = []
+        for D, NB in ((128, 36), (128, 37), (64, 36)):
+            tuned.clear()
+            kernel.run(0, D, NB, grid=(1,))  # type: ignore[attr-defined]
+            counts.append(len(tuned))
+        return counts
+
+    theirs, others = tuner("fla.modules.norm"), tuner("flash.norm")
+    forget_sizes(tuner_module.Autotuner)
+    assert tunings(theirs) == [2, 0, 2]
+    assert tunings(others) == [2, 2, 2]

@@ -39,7 +39,7 @@ def anchor_quotas(supervised: np.ndarray, valid: np.ndarray, budget: int) -> np.
     Returns:
         [documents] int64.
     """
-    weight = np.where(valid > 0, supervised, 0).astype(np.int64)
+    weight = (valid > 0).astype(np.int64)
     quotas = np.zeros(len(weight), dtype=np.int64)
     if budget >= valid.sum():
         return valid.astype(np.int64)
