@@ -183,6 +183,7 @@ def forget_sizes(autotuner: type) -> None:
     assert jitted is not None
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "fla":
+            kernel: Any
             for kernel in list(vars(module).values()):
                 while isinstance(kernel, jitted):
                     if isinstance(kernel, autotuner):

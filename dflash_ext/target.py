@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    masking_utils,
 )
 
 from dflash_ext.config import UserError
@@ -51,6 +54,27 @@ __all__ = [
 
 # Families whose embeddings are scaled by sqrt(hidden_size) without saying so in the config.
 SQRT_SCALED = ("gemma", "recurrent_gemma", "vaultgemma")
+
+
+_plain = threading.local()  # whether this thread's inputs are known to hold one sequence a row
+_find_packed = masking_utils.find_packed_sequence_indices
+
+
+def _find_packed_unless_plain(position_ids: Tensor) -> Tensor | None:
+    return None if getattr(_plain, "rows", False) else _find_packed(position_ids)
+
+
+masking_utils.find_packed_sequence_indices = _find_packed_unless_plain
+
+
+@contextmanager
+def _one_sequence_a_row() -> Iterator[None]:
+    """transformers would look at position ids for several: on a GPU, that waits for the device."""
+    _plain.rows = True
+    try:
+        yield
+    finally:
+        _plain.rows = False
 
 
 @dataclass(frozen=True)
@@ -333,7 +357,8 @@ class Target:
 
         handles = [self.layers[i].register_forward_hook(hook(i)) for i in wanted if i != final]
         try:
-            with current(self.device):  # of a spread target the hooks change it
+            # Of a spread target the hooks change the current device.
+            with current(self.device), _one_sequence_a_row():
                 last = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         except _Stop:
             return None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -215,6 +216,22 @@ def test_capture_stops_after_the_last_wanted_layer(target: Target) -> None:
     calls.clear()
     capture(replica, ids_of((1, 5)), [1, 3], need_last=True)
     assert calls == [0, 1, 2, 3, 4, 5]
+
+
+class NoQuestions(TorchDispatchMode):
+    """Refuses every operator that hands a value to the host: on a GPU it waits for the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_forward_pass_asks_nothing_of_the_device(target: Target) -> None:
+    ids = ids_of((2, 7))
+    with NoQuestions():
+        capture(target, ids, [0, 1], True)
+        with pytest.raises(AssertionError), torch.no_grad():
+            target.decoder(input_ids=ids, use_cache=False)  # transformers by itself does
 
 
 def test_hooks_do_not_outlive_a_call(target: Target) -> None:
