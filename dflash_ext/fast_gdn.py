@@ -172,7 +172,7 @@ class _OfThread:
         return owner.__dict__.setdefault(self._name, threading.local())
 
 
-def forget_sizes(autotuner: type) -> None:
+def forget_sizes(autotuner: Any) -> None:
     """Let flash-linear-attention's kernels be tuned once, whatever the size of a batch.
 
     Some are tuned anew for every number of rows and for every 65,536 rows of a norm: a batch of
@@ -180,10 +180,8 @@ def forget_sizes(autotuner: type) -> None:
     depends on it.
     """
     jitted = autotuner.__base__  # what wraps a kernel, and the kernel itself
-    assert jitted is not None
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "fla":
-            kernel: Any
             for kernel in list(vars(module).values()):
                 while isinstance(kernel, jitted):
                     if isinstance(kernel, autotuner):

@@ -24,39 +24,30 @@ def valid_anchors(mask: np.ndarray, document: np.ndarray) -> np.ndarray:
     return np.flatnonzero(both)
 
 
-def anchor_quotas(supervised: np.ndarray, valid: np.ndarray, budget: int) -> np.ndarray:
-    """Share `budget` anchors among documents in proportion to their supervised tokens.
+def anchor_quotas(valid: np.ndarray, budget: int) -> np.ndarray:
+    """Share `budget` anchors equally among documents.
 
-    Largest remainder, ties to the earlier document. No document gets more than its valid
-    positions; what that leaves over goes to the others by the same rule. Integers throughout, so
-    the result is the same on every machine.
+    No document gets more than its valid positions; what that leaves over goes to the others, and
+    what cannot be divided to the earliest. Acceptance is a mean over prompts, to which long
+    answers count no more than short ones. Shares in proportion to a document's tokens trained
+    worse (benchmarks/results/quality_h200_202611.md).
 
     Args:
-        supervised: [documents] supervised tokens.
         valid: [documents] valid anchors.
         budget: anchors of the batch; their sum is min(budget, sum of valid).
 
     Returns:
         [documents] int64.
     """
-    weight = (valid > 0).astype(np.int64)
-    quotas = np.zeros(len(weight), dtype=np.int64)
-    if budget >= valid.sum():
-        return valid.astype(np.int64)
-    open_ = weight > 0
-    left = budget
-    while True:
-        total = weight[open_].sum()
-        full = open_ & (left * weight >= valid * total)
-        if not full.any():
-            break
-        quotas[full] = valid[full]
-        left -= int(valid[full].sum())
-        open_ &= ~full
-    quotas[open_] = left * weight[open_] // total
-    remainder = np.where(open_, left * weight % total, -1)
-    extra = left - int(quotas[open_].sum())
-    quotas[np.argsort(-remainder, kind="stable")[:extra]] += 1
+    low, high = 0, int(valid.max(initial=0))
+    while low < high:  # the highest level to which every document can be served
+        middle = (low + high + 1) // 2
+        if np.minimum(valid, middle).sum() <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    quotas = np.minimum(valid, low).astype(np.int64)
+    quotas[np.flatnonzero(valid > low)[: budget - int(quotas.sum())]] += 1
     return quotas
 
 
@@ -66,9 +57,8 @@ def sample_anchors(
     """Draw at most `budget` valid anchors without replacement, by quota per document; ascending."""
     valid = valid_anchors(mask, document)
     documents = int(document[-1]) + 1
-    supervised = np.bincount(document[mask != 0], minlength=documents)
     available = np.bincount(document[valid], minlength=documents)
-    quotas = anchor_quotas(supervised, available, budget)
+    quotas = anchor_quotas(available, budget)
 
     # A random order of all candidates, then stably by document: each document's candidates in
     # random order, of which it takes the first ones.
