@@ -25,13 +25,15 @@ class Rate:
     """One stage in one phase, all its workers together.
 
     tokens_per_s: the sum over the workers. busy: mean share of the time from a batch's start to its
-    end. step_s: mean seconds between the ends of a worker's batches. exposed_s: of a step, between
-    the end of the backward pass and the update: the gradients' sum, as far as nothing hides it.
+    end. step_s, longest_s: seconds between the ends of a worker's batches, their mean and the most.
+    exposed_s: of a step, between the end of the backward pass and the update: the gradients' sum,
+    as far as nothing hides it.
     """
 
     tokens_per_s: float
     busy: float
     step_s: float
+    longest_s: float
     exposed_s: float
     batches: int
     per_worker: tuple[float, ...]
@@ -43,7 +45,7 @@ class Rate:
 
 def rate(workers: Iterable[Sequence[Timed]], *, skip: int = 1, skip_last: int = 0) -> Rate:
     """From the end of each worker's batch `skip` on. Raises RuntimeError for too few batches."""
-    tokens, busy, steps, exposed, count = [], [], [], [], 0
+    tokens, busy, steps, longest, exposed, count = [], [], [], [], [], 0
     for timed in workers:
         kept = timed[max(skip, 1) - 1 : len(timed) - skip_last]
         if len(kept) < 2:
@@ -53,12 +55,14 @@ def rate(workers: Iterable[Sequence[Timed]], *, skip: int = 1, skip_last: int = 
         tokens.append(sum(t.batch.tokens for t in kept[1:]) / span)
         busy.append(sum(t.end - t.start for t in kept[1:]) / span)
         steps.append(span / (len(kept) - 1))
+        longest.append(max(two.end - one.end for one, two in itertools.pairwise(kept)))
         exposed.append(statistics.fmean(t.end - t.start - t.busy for t in kept[1:]))
         count += len(kept) - 1
     return Rate(
         sum(tokens),
         statistics.fmean(busy),
         statistics.fmean(steps),
+        max(longest),
         statistics.fmean(exposed),
         count,
         tuple(tokens),
@@ -180,6 +184,7 @@ def stage_rows(
                 "per_worker": list(result.per_worker),
                 "waits": result.waits,
                 "step_s": result.step_s,
+                "longest_s": result.longest_s,
                 "batches": result.batches,
             }
             if stage == "drafter":

@@ -36,10 +36,10 @@ KINDS = (
     ("pack", re.compile(r"pack_hidden")),
     ("all-reduce", re.compile(r"nccl|all_?reduce|c10d|gloo", re.I)),
     ("optimizer", re.compile(r"adamw|muon", re.I)),
-    ("metric copies", re.compile(r"metric_|Memcpy DtoH|Memcpy.*Pinned")),
+    ("metrics and copies", re.compile(r"metric_|Memcpy DtoH|Memcpy.*Pinned")),
 )
 FORWARD, BACKWARD, TARGET_LANE = "drafter forward", "drafter backward", "target forward"
-LANES = (TARGET_LANE, "pack", FORWARD, BACKWARD, "all-reduce", "optimizer", "metric copies")
+LANES = (TARGET_LANE, "pack", FORWARD, BACKWARD, "all-reduce", "optimizer", "metrics and copies")
 BACKWARD_OP = "autograd::engine::evaluate_function"  # of a CPU, in the thread that trains
 COLOURS = ("#4878a8", "#d98a2b", "#6aa56a", "#2f7d4f", "#a05195", "#c0504d", "#777777")
 JOINED = 1 / 4000  # of the picture: gaps below are not drawn
@@ -183,8 +183,10 @@ def lanes(profile: Profile) -> dict[tuple[str, str], Spans]:
     return {place: moved[place] for place in sorted(moved, key=order)}
 
 
-def _gpu_lane(event: Event, calls: dict[int, str]) -> tuple[str, str]:
-    thread = calls.get(event["args"].get("correlation", -1), "")
+def _gpu_lane(event: Event, calls: dict[int, str]) -> tuple[str, str] | None:
+    thread = calls.get(event["args"].get("correlation", -1))
+    if thread is None:  # launched before the profile began
+        return None
     lane = kind_of(event["name"])
     if lane is None and thread.startswith("target"):
         lane = TARGET_LANE
