@@ -10,7 +10,7 @@ from step_cases import SPEC, TOKENS, build_loop, hidden_states, run
 from torch import Tensor
 
 from dflash_ext.acceptance import propose
-from dflash_ext.drafter import side_stream
+from dflash_ext.drafter import shared_slots, side_stream
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.metrics import summarise
 from dflash_ext.supervisor import Worker
@@ -47,7 +47,11 @@ def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("group", [None, 16])
-def test_gradients_are_as_near_to_fp32_as_those_of_plain_bf16(objective, group) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared slots"])
+def test_gradients_are_as_near_to_fp32_as_those_of_plain_bf16(
+    objective, group, shared, monkeypatch
+) -> None:
+    monkeypatch.setattr(shared_slots, "ENABLED", shared)
     train = OBJECTIVES[objective]
     want = gradients(build_loop("cpu", torch.float32, **train))
     plain = errors(gradients(build_loop("cpu", torch.bfloat16, **train)), want)

@@ -11,6 +11,7 @@ from dflash_ext import ops
 from dflash_ext.drafter import fused
 from dflash_ext.drafter.context import ContextSums, Projection
 from dflash_ext.drafter.fused import HeadNorms, has_main_grad
+from dflash_ext.drafter.shared_slots import SharedSlots
 from dflash_ext.drafter.spec import DrafterSpec
 
 Rope = tuple[Tensor, Tensor]
@@ -98,11 +99,18 @@ class DraftAttention(nn.Module):
         keys = apply_rope(self.k_norm(self.k_proj(x).view(shape)), rope)
         return keys, self.v_proj(x).view(shape)
 
-    def queries_keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [A, K, Hq, D], and `keys_values`, of block states x [A, K, H]."""
+    def queries_keys_values(
+        self, x: Tensor, rope: Rope, shared: SharedSlots | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [A, K, Hq, D], and `keys_values`, of block states x [A, K, H].
+
+        With `shared`, for weights with a `main_grad`, x are the rows that differ.
+        """
         if has_main_grad(self.q_proj.weight):
-            weights = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
-            return fused.qkv_norm_rope(fused.linear(x, *weights), self._heads(rope, self.q_norm))
+            qkv = fused.linear(x, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+            if shared is not None:
+                qkv = shared.spread(qkv)
+            return fused.qkv_norm_rope(qkv, self._heads(rope, self.q_norm))
         shape = (*x.shape[:-1], -1, self.head_dim)
         queries = apply_rope(self.q_norm(self.q_proj(x).view(shape)), rope)
         return queries, *self.keys_values(x, rope)
@@ -130,9 +138,13 @@ class DraftAttention(nn.Module):
         ctx_start: Tensor,
         ctx_end: Tensor,
         rope: Rope,
+        shared: SharedSlots | None = None,
     ) -> Tensor:
-        """Block states x [A, K, H] over context keys/values [T, Hk, D]; returns [A, K, H]."""
-        queries, keys, values = self.queries_keys_values(x, rope)
+        """Block states x [A, K, H] over context keys/values [T, Hk, D]; returns [A, K, H].
+
+        With `shared`, x are the rows that differ.
+        """
+        queries, keys, values = self.queries_keys_values(x, rope, shared)
         options = {"scale": self.head_dim**-0.5, "window": self.window, "causal": self.causal}
         if isinstance(context, ContextSums):
             out = context.attend(queries, keys, values, ctx_start, ctx_end, **options)
@@ -140,4 +152,4 @@ class DraftAttention(nn.Module):
             out = ops.block_attention(
                 queries, *context, keys, values, ctx_start, ctx_end, **options
             )
-        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+        return self.o_proj(out.flatten(-2))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.config import TrainConfig
-from dflash_ext.drafter import side_stream
+from dflash_ext.drafter import shared_slots, side_stream
 from dflash_ext.drafter.context import ContextSums, TrainContext
 from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.overlap import BackwardSync
@@ -85,8 +85,16 @@ class Objective:
         """Run the plan's blocks; `last_hidden` [T, H] is the teacher of the KL term."""
         # A slot's label is the token that sits there, which a clean slot shows.
         block_ids = self.layout.input_ids(plan.labels, model.spec.mask_token_id, plan.prefix)
-        hidden = model(head.embed(block_ids), ctx_kv, plan.ctx_start, plan.ctx_end)
         train = self.train
+        # Without a variable prefix all blocks have as many clean tokens.
+        one_prefix = shared_slots.ENABLED and train.prefix_weight_base is None
+        hidden = model(
+            head.embed(block_ids),
+            ctx_kv,
+            plan.ctx_start,
+            plan.ctx_end,
+            clean=self.layout.prefix if one_prefix else None,
+        )
         loss, terms, rank, _, weights = draft_loss_stats(
             hidden,
             head.head_weight,

@@ -18,6 +18,7 @@ from dflash_ext.drafter import fused
 from dflash_ext.drafter.attention import DraftAttention, Linear, RMSNorm, Rope, rope_tables
 from dflash_ext.drafter.context import ContextSums, Projection
 from dflash_ext.drafter.fused import has_main_grad
+from dflash_ext.drafter.shared_slots import SharedSlots
 from dflash_ext.drafter.spec import DrafterSpec, drafter_spec
 from dflash_ext.ops.block_attention.naive import accumulate_dtype
 
@@ -67,13 +68,20 @@ class DraftLayer(nn.Module):
         ctx_start: Tensor,
         ctx_end: Tensor,
         rope: Rope,
+        shared: SharedSlots | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(output of the MLP, residual stream without it): the next norm adds them, in one pass."""
+        """(output of the MLP, residual stream without it): the next norm adds them, in one pass.
+
+        With `shared`, which the first layer may have, attention is given the rows that differ.
+        """
 
         def attend(normed: Tensor) -> Tensor:
-            return self.self_attn(normed, context, ctx_start, ctx_end, rope)
+            return self.self_attn(normed, context, ctx_start, ctx_end, rope, shared)
 
-        normed, residual = self.input_layernorm.add(x, residual)
+        if shared is None:
+            normed, residual = self.input_layernorm.add(x, residual)
+        else:
+            normed, residual = self.input_layernorm(shared.distinct(x)), x
         x = self.sublayer("attention", attend, normed)
         normed, residual = self.post_attention_layernorm.add(x, residual)
         return self.sublayer("mlp", self.mlp, normed), residual
@@ -123,17 +131,22 @@ class DFlashDraftModel(nn.Module):
         ctx_kv: ContextKV | list[ContextSums],
         ctx_start: Tensor,
         ctx_end: Tensor,
+        *,
+        clean: int | None = None,
     ) -> Tensor:
         """Block states [A, K, H] after the final norm.
 
         block_embeds [A, K, H]; block a sees context rows [ctx_start[a], ctx_end[a]) of its
-        document, and slot k has position ctx_end - ctx_start + k.
+        document, and slot k has position ctx_end - ctx_start + k. Whoever knows that all slots
+        from `clean` on have the same embedding says so, to spare the first layer products.
         """
         x, residual = block_embeds, None
+        shared = self._shared_slots(block_embeds, clean)
         positions = self.spec.layout.positions(ctx_end - ctx_start)[:, : x.shape[1]]
         rope = self._rope(positions, x.dtype)
         for layer, context in zip(self.layers, ctx_kv, strict=True):
-            args = (x, residual, context, ctx_start, ctx_end, rope)
+            args = (x, residual, context, ctx_start, ctx_end, rope, shared)
+            shared = None  # what a layer makes of a slot depends on its place
             if self.recompute and torch.is_grad_enabled():
                 x, residual = checkpoint(
                     layer, *args, use_reentrant=False, preserve_rng_state=False
@@ -152,6 +165,12 @@ class DFlashDraftModel(nn.Module):
         for states, weight in zip(hidden[1:], parts[1:], strict=True):
             total = torch.addmm(total, states, weight.T)
         return total
+
+    def _shared_slots(self, embeds: Tensor, clean: int | None) -> SharedSlots | None:
+        blocks, size = embeds.shape[:2]
+        if clean is None or clean >= size or blocks == 0 or not has_main_grad(self.fc.weight):
+            return None
+        return SharedSlots(blocks, size, clean)
 
     def _rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         if has_main_grad(self.fc.weight):  # then an op rotates that takes unrounded tables
