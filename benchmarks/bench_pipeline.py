@@ -206,7 +206,9 @@ class Bench:
     def _planned(self, name: str, anchors: int) -> tuple[Phase, Phase]:
         """The drafters alone, then everything, with so many anchors."""
         options, topology = self.options, self.cfg.topology
-        alone = Phase(f"drafter alone, {name}", 1 + options.alone, anchors, 0)
+        # Its last batches are left out: the targets are at work on the next phase by then.
+        batches = 1 + options.alone + options.settle
+        alone = Phase(f"drafter alone, {name}", batches, anchors, 0)
         seconds = self.balance.seconds(anchors)
         shared = set(topology.targets) & set(topology.drafters)
         step_s = seconds + self.target_s if shared else max(seconds, self.target_s)
@@ -216,7 +218,7 @@ class Bench:
 
     def _report_phase(self, alone: Phase, phase: Phase) -> None:
         settle = self.options.settle
-        alone_rates = stage_rows(self.recorder, alone, skip=1)
+        alone_rates = stage_rows(self.recorder, alone, skip=1, skip_last=settle)
         found = stage_rows(self.recorder, phase, skip=settle, skip_last=settle)
         target_rate = self.report["target alone"]["target"]["tokens_per_s"]
         drafter_rate = alone_rates["drafter"]["tokens_per_s"]
