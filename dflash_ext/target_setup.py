@@ -17,7 +17,7 @@ from dflash_ext.target_fast import fuse_target
 
 Shape = tuple[int, int]
 MOST_PASSES = 6  # of full size
-TUNED_ROWS = 2048 * 32  # of a norm, one for each token and head: so many more are tuned apart
+NORM_ROWS = 2048 * 32  # one for each token and head: with so many more, a norm is compiled anew
 SHORT = 64  # tokens of a row: one chunk of the gated delta rule
 
 
@@ -51,7 +51,7 @@ def representative_shapes(shapes: Iterable[Shape], gdn_heads: Iterable[int] = ()
     """The shapes [B, S] to warm up with, largest first: the largest one, then short ones.
 
     Triton compiles kernels anew for sizes that are 1, or divisible by 16: short rows will do. Those
-    of flash-linear-attention are also tuned for every B, for which they will do, too, and their
+    of flash-linear-attention are also compiled for every B, for which they will do, too, and their
     norms for ranges of the rows they have with each of `gdn_heads` (a hybrid target's numbers of
     heads): of these ranges the largest are taken.
     """
@@ -60,7 +60,7 @@ def representative_shapes(shapes: Iterable[Shape], gdn_heads: Iterable[int] = ()
     if not shapes:
         return []
     ranges = {
-        tuple(-(-rows * length * count // TUNED_ROWS) for count in heads): (rows, length)
+        tuple(-(-rows * length * count // NORM_ROWS) for count in heads): (rows, length)
         for rows, length in reversed(shapes)
     }
     full = list(ranges.values())[: -MOST_PASSES - 1 : -1]

@@ -126,7 +126,7 @@ def test_shapes_are_those_of_the_batches(run: TinyRun, monkeypatch: pytest.Monke
     assert planned == [forwarded]  # the epoch's and the evaluation's
 
 
-def test_hybrid_targets_are_tuned_for_every_number_of_rows_and_range() -> None:
+def test_hybrid_targets_are_warmed_up_for_every_number_of_rows_and_range() -> None:
     shapes = [(12, 4096), (12, 4000), (13, 3781), (20, 2455), (24, 100), (7, 7)]
     # Of 48 heads a range has 1365 1/3 tokens; (12, 4096) and (20, 2455) share the 36th.
     full = [(13, 3781), (12, 4096), (24, 100), (7, 7)]
