@@ -1,18 +1,22 @@
 """Two drafter threads on two GPUs: cold starts, equal weights, and the rate beside one alone.
 
-python -m benchmarks.step_two rate [--devices cuda:0 cuda:1] [--shape 27b] [--variants default
-    ctas=8 bucket_mib=64,dtype=bfloat16]
+python -m benchmarks.step_two rate [--devices cuda:0 cuda:1] [--shape 27b] [--variants default none
+    meet late copies ctas=8 bucket_mib=64,dtype=bfloat16] [--profile default copies]
 python -m benchmarks.step_two cold [--starts 20] [--jobs 4] [--shape small]
 
 Each thread makes the drafter's step, the all-reduce and the optimizer step. `rate` times phases in
-turns: one drafter alone, both together; for each variant of the sums, on the same drafters. `cold`
-starts fresh processes whose threads set off at the same moment, the first ones with an empty Triton
-cache; each must end without an error and with bit-identical weights.
+turns: one drafter alone, both together; for each variant of the sums, on the same drafters. What is
+lost without any sums (`none`) is the machine's (clocks, interpreter), with threads that only meet
+(`meet`) the host's; `late`, with all sums behind the backward pass, shows what they take alone.
+`--profile` says what both GPUs did in two steps. `cold` starts fresh processes whose threads set
+off at the same moment, the first ones with an empty Triton cache; each must end without an error
+and with bit-identical weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -31,37 +35,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from benchmarks.bench_step import Step, problem_on
 from benchmarks.run import facts
 from benchmarks.step_problem import CE, SHAPES, Problem
-from dflash_ext import grad_sync
+from benchmarks.two_timeline import activities, timelines
+from benchmarks.two_variants import MeetOnly, Variant
+from dflash_ext import grad_groups
 from dflash_ext.drafter.overlap import BackwardSync
+from dflash_ext.grad_copies import Board
 from dflash_ext.grad_sync import GradSync, make_store
 
 WARM_STEPS = 3
+PROFILED_STEPS = 2
 JOIN_S = 240.0
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DEFAULT_CTAS = grad_sync.NCCL_CTAS
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """How gradients are summed; None: as a run does it."""
-
-    name: str = "default"
-    ctas: int | None = None  # NCCL's blocks
-    bucket_mib: int | None = None
-    dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def of(cls, words: str) -> Variant:
-        """From "default", or "ctas=8,dtype=bfloat16"."""
-        fields = dict(word.partition("=")[::2] for word in words.split(",") if word != "default")
-        if unknown := fields.keys() - {"ctas", "bucket_mib", "dtype"}:
-            raise ValueError(f"variant: found {sorted(unknown)}, want ctas, bucket_mib or dtype")
-        numbers = {name: int(fields[name]) for name in ("ctas", "bucket_mib") if name in fields}
-        return cls(words, **numbers, dtype=DTYPES[fields.get("dtype", "float32")])
+DEFAULT_CTAS = grad_groups.NCCL_CTAS
 
 
 class Drafters:
@@ -70,12 +59,14 @@ class Drafters:
     def __init__(
         self, shape: str, devices: list[torch.device], variants: Sequence[Variant] = (Variant(),)
     ) -> None:
+        """variants: how the drafters sum gradients, one after the other, each in its own group."""
         self.shape, self.devices, self.variants = shape, devices, variants
         self.world = len(devices)
         self.start = threading.Barrier(self.world)
         self.stop = threading.Event()
         self.errors: list[str] = []
-        self.stores = [make_store() for _ in variants]  # a group each
+        self.stores = [make_store() for _ in variants]
+        self.boards = [Board(self.world) if v.sums == "copies" else None for v in variants]
         self.drafters = [Drafter(self, rank) for rank in range(self.world)]
 
     def run(self, body: Callable[[Drafter], None]) -> list[Drafter]:
@@ -114,6 +105,7 @@ class Drafter:
     step: Step
     variant: Variant
     overlap: BackwardSync
+    gradients: list[torch.Tensor]  # of the last step, summed if it was one of all drafters
 
     def __init__(self, owner: Drafters, rank: int) -> None:
         self.owner, self.rank = owner, rank
@@ -136,7 +128,7 @@ class Drafter:
         if index > 0:
             self.sync.close()
             self.sync = self._sync(index)
-        grad_sync.NCCL_CTAS = self.variant.ctas or DEFAULT_CTAS
+        grad_groups.NCCL_CTAS = self.variant.ctas or DEFAULT_CTAS
         self.sync.connect()
         if index > 0:
             self._overlap()
@@ -147,7 +139,7 @@ class Drafter:
 
     def _sync(self, index: int) -> GradSync:
         owner, variant = self.owner, self.owner.variants[index]
-        return GradSync(
+        return (MeetOnly if variant.sums == "meet" else GradSync)(
             self.rank,
             owner.world,
             owner.stores[index],
@@ -156,6 +148,7 @@ class Drafter:
             timeout_s=60.0,
             stop=owner.stop,
             bucket_bytes=variant.bucket_mib and variant.bucket_mib * 2**20,
+            board=owner.boards[index],
         )
 
     def _problem(self) -> Problem:
@@ -169,8 +162,17 @@ class Drafter:
         )
 
     def train(self, steps: int, *, together: bool = True) -> None:
+        params, sums = self.step.optimizer.params, self.variant.sums
+        overlap = self.overlap if together and sums not in ("none", "late") else None
+        carveout = self.variant.carveout if together else None
+        if torch._C._get_sm_carveout_experimental() != carveout:
+            # Of the whole process: the drafters set it alike, or only one of them is at work.
+            torch._C._set_sm_carveout_experimental(carveout)
         for _ in range(steps):
-            self.step.run(CE, overlap=self.overlap if together else None)
+            self.step.run(CE, overlap=overlap)
+            self.gradients = [p.grad for p in params if p.grad is not None]
+            if together and sums == "late":
+                self.sync.all_reduce(self.gradients)
             self.step.optimizer.step(self.done)
             self.done += 1
 
@@ -194,14 +196,17 @@ class Drafter:
         return found.hexdigest()[:16]
 
 
-def demand_equal_weights(drafters: list[Drafter]) -> None:
-    """Raises RuntimeError unless all weights and masters have the same values."""
-    first, *others = drafters
-    for other in others:
-        mine, theirs = first.step.optimizer, other.step.optimizer
-        pairs = zip((*mine.params, *mine.masters), (*theirs.params, *theirs.masters), strict=True)
-        if not all(torch.equal(a, b.to(a.device)) for a, b in pairs):
-            raise RuntimeError(f"weights differ after {first.done} steps")
+def demand_equal(drafters: list[Drafter], what: str) -> None:
+    """Raises RuntimeError unless the drafters have the same weights and masters, or summed to the
+    same gradients in the last step."""
+    tensors = []
+    for drafter in drafters:
+        optimizer = drafter.step.optimizer
+        weights = [*optimizer.params, *optimizer.masters]
+        tensors.append(weights if what == "weights" else drafter.gradients)
+    for first, *others in zip(*tensors, strict=True):
+        if not all(torch.equal(first, other.to(first.device)) for other in others):
+            raise RuntimeError(f"{what} differ after {drafters[0].done} steps")
 
 
 def rate(
@@ -210,36 +215,76 @@ def rate(
     steps: int,
     rounds: int,
     variants: Sequence[Variant] = (Variant(),),
+    profiled: Sequence[Variant] = (),
+    keep: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
-    """The drafters' times with the first variant, and by "variants" with each; a line for each is
-    printed as it ends."""
-    owner = Drafters(shape, devices, variants)
-    result: dict[str, Any] = {"equal_weights_after_steps": WARM_STEPS + steps, "variants": {}}
+    """The drafters' times with the first variant, and by "variants" with each; then timelines of
+    the profiled ones. As each ends a line is printed, and the result so far given to `keep`."""
+    owner = Drafters(shape, devices, [*variants, *profiled])
+    result: dict[str, Any] = {"equal_weights_after_steps": None, "variants": {}, "timelines": {}}
 
-    def body(drafter: Drafter) -> None:
-        for index, variant in enumerate(variants):
-            if index > 0:
-                drafter.connect(index)
-            drafter.train(WARM_STEPS + steps)
+    def compare(drafter: Drafter, index: int) -> None:
+        variant = owner.variants[index]
+        drafter.train(WARM_STEPS)
+        drafter.wait()
+        owner.start.wait()
+        if drafter.rank == 0 and index == 0 and variant.is_summed:
+            demand_equal(owner.drafters, "weights")  # steps alone, after that, differ
+            result["equal_weights_after_steps"] = WARM_STEPS
+        for _ in range(rounds):
+            for rank in range(owner.world):
+                owner.start.wait()
+                if rank == drafter.rank:
+                    drafter.timed(steps, "alone")
+            owner.start.wait()
+            drafter.timed(steps, "both")
+        owner.start.wait()
+        if drafter.rank == 0:
+            if variant.is_summed:
+                demand_equal(owner.drafters, "gradients")
+            result["variants"][variant.name] = found = _rates(owner.drafters, variant)
+            if index == 0:
+                result.update(found)
+            shares = ", ".join(f"{row['share_of_alone']:.3f}" for row in found.values())
+            both = ", ".join(f"{row['both_ms']:.1f}" for row in found.values())
+            print(f"{variant.name}: rate / alone {shares}; both {both} ms", flush=True)
+
+    def profile(drafter: Drafter, index: int) -> None:
+        drafter.train(WARM_STEPS)
+        drafter.wait()
+        owner.start.wait()
+        with _profiler(drafter) as prof:
+            owner.start.wait()
+            drafter.train(PROFILED_STEPS)
             drafter.wait()
             owner.start.wait()
-            if drafter.rank == 0 and index == 0:  # steps alone, after that, differ
-                demand_equal_weights(owner.drafters)
-            for _ in range(rounds):
-                for rank in range(owner.world):
-                    owner.start.wait()
-                    if rank == drafter.rank:
-                        drafter.timed(steps, "alone")
-                owner.start.wait()
-                drafter.timed(steps, "both")
-            owner.start.wait()
+        if prof is not None:
+            name, found = owner.variants[index].name, timelines(activities(prof), PROFILED_STEPS)
+            result["timelines"][name] = found
+            for device, row in found.items():
+                words = ", ".join(f"{key} {ms:.1f}" for key, ms in row.items())
+                print(f"{name}, {device}, ms: {words}", flush=True)
+
+    def body(drafter: Drafter) -> None:
+        for index in range(len(owner.variants)):
+            if index > 0:
+                drafter.connect(index)
+            (compare if index < len(variants) else profile)(drafter, index)
             if drafter.rank == 0:
-                result["variants"][variant.name] = found = _rates(owner.drafters, variant)
-                shares = ", ".join(f"{row['share_of_alone']:.3f}" for row in found.values())
-                print(f"{variant.name}: rate / alone {shares}", flush=True)
+                keep(result)
 
     owner.run(body)
-    return result | result["variants"][variants[0].name]
+    return result
+
+
+def _profiler(drafter: Drafter) -> Any:
+    """Of all GPUs, in the first drafter's thread; nothing in the others'."""
+    if drafter.rank > 0:
+        return contextlib.nullcontext()
+    on_gpu = drafter.device.type == "cuda"
+    return torch.profiler.profile(
+        activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    )
 
 
 def _rates(drafters: list[Drafter], variant: Variant) -> dict[str, dict[str, Any]]:
@@ -262,7 +307,7 @@ def one_cold_start(shape: str, devices: list[torch.device]) -> None:
     drafters = Drafters(shape, devices).run(lambda drafter: drafter.train(5))
     for drafter in drafters:
         drafter.wait()
-    demand_equal_weights(drafters)
+    demand_equal(drafters, "weights")
     print("weights", drafters[0].digest(), flush=True)
 
 
@@ -310,6 +355,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="of a timed phase")
     parser.add_argument("--rounds", type=int, default=3, help="of phases")
     parser.add_argument("--variants", nargs="+", type=Variant.of, default=[Variant()])
+    parser.add_argument("--profile", nargs="+", type=Variant.of, default=[], metavar="VARIANT")
     parser.add_argument("--starts", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here")
@@ -319,19 +365,32 @@ def main() -> int:
         # The first memory of expandable segments is to come from one thread: the allocator finds
         # out then what kind of handle the machine permits. A run's targets see to that.
         torch.zeros(1, device=device)
+    if arguments.profile:
+        with torch.profiler.profile():  # whose first start is to be in the main thread
+            pass
     if arguments.what == "once":
         one_cold_start(arguments.shape or "small", devices)
         return 0
+    conditions = facts(devices[0])
+
+    def keep(result: dict[str, Any]) -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"conditions": conditions, **result}, indent=2))
+
     if arguments.what == "rate":
         result = rate(
-            arguments.shape or "27b", devices, arguments.steps, arguments.rounds, arguments.variants
+            arguments.shape or "27b",
+            devices,
+            arguments.steps,
+            arguments.rounds,
+            arguments.variants,
+            arguments.profile,
+            keep,
         )
     else:
         result = cold(arguments.shape or "small", devices, arguments.starts, arguments.jobs)
-    report = {"conditions": facts(devices[0]), **result}
-    print(json.dumps(report, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        keep(result)
+    print(json.dumps({"conditions": conditions, **result}, indent=2))
     return 1 if result.get("failures") else 0
 
 

@@ -15,12 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dflash_ext.grad_buckets import BucketPlan
+from dflash_ext.grad_copies import Board, CopiedSums
+from dflash_ext.grad_groups import make_gloo, make_nccl
 
 # NCCL needs long vectors; Gloo's work on one overlaps with the copy of the next.
 BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-# Blocks of a GPU that NCCL works with, beside a backward pass that wants them all; None: as many as
-# it chooses. The variable is temporary, until numbers have been measured.
-NCCL_CTAS = int(os.environ.get("DFLASH_NCCL_CTAS", "0")) or None
+# Copied sums: a layer at once, as each addition waits for a product's end.
+COPIED_BYTES = 2**31
+# Whether drafters of one process sum by copies; temporary, until that has been measured.
+COPIES = os.environ.get("DFLASH_GRAD_COPIES") == "1"
 POLL_S = 0.05
 # The library's own limit comes after ours: our message names the rank that is missing.
 GRACE_S = 5.0
@@ -29,6 +32,11 @@ GRACE_S = 5.0
 def make_store() -> dist.Store:
     """Where the ranks of one process meet. Every group needs its own."""
     return dist.HashStore()
+
+
+def make_board(world: int) -> Board | None:
+    """Where the ranks of one process meet that sum by copies, if they do."""
+    return Board(world) if COPIES else None
 
 
 class SyncError(RuntimeError):
@@ -58,7 +66,10 @@ class GradSync:
         timeout_s: longest wait for the other ranks, in every call.
         stop: event that makes every wait leave with an error; give the same one to all threads of
             a process so that ``abort()`` of one frees the others.
-        bucket_bytes: about how long a vector is; None: ``BUCKET_BYTES`` of the device.
+        bucket_bytes: about how long a vector is; None: ``BUCKET_BYTES`` of the device, or
+            ``COPIED_BYTES``.
+        board: the same one for all ranks, if they are threads of one process: they then sum by
+            copies (``CopiedSums``) instead of by a library, and meet there.
 
     Raises (``connect``, ``all_reduce``, ``start``, ``finish``, ``barrier``):
         RuntimeError: names this rank and, where known, the ranks that did not come, when another
@@ -76,6 +87,7 @@ class GradSync:
         timeout_s: float = 300.0,
         stop: threading.Event | None = None,
         bucket_bytes: int | None = None,
+        board: Board | None = None,
     ) -> None:
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in [0, {world}), got {rank}")
@@ -87,10 +99,12 @@ class GradSync:
         self._timeout_s = timeout_s
         self._stop = stop if stop is not None else threading.Event()
         if bucket_bytes is None:
-            bucket_bytes = BUCKET_BYTES[self._device.type]
+            bucket_bytes = COPIED_BYTES if board is not None else BUCKET_BYTES[self._device.type]
+        self._board = board
         self._bucket_numel = max(1, bucket_bytes // dtype.itemsize)
         self._plans: list[BucketPlan] = []
-        self._started: list[tuple[BucketPlan, Sequence[Tensor], list[dist.Work]]] = []
+        # What runs is the library's works, or the board's round in which all end.
+        self._started: list[tuple[BucketPlan, Sequence[Tensor], list[dist.Work] | int]] = []
         self._calls = 0
         self._meetings = 0
         self._pending: list[dist.Work] = []
@@ -105,14 +119,25 @@ class GradSync:
             return
         self._gather_from_all("calls", "0", "rendezvous")
         timeout_s = self._timeout_s + GRACE_S
-        if self._on_gpu:
-            self._group = _make_nccl(self._store, self.rank, self.world, timeout_s)
+        if self._board is not None:
+            self._group = CopiedSums(self.rank, self.world, self._device)
+            # GPUs open their memory to each other, before any step is under way; torch guards that
+            # against no other thread.
+            one = torch.zeros(1, dtype=self._dtype, device=self._device)
+            offers = self._show(self._group.offer([one]), "rendezvous")
+            with self._board.lock:
+                end = self._group.sum(offers)
+            self._finish_copies(self._board.show(self.rank, end), "rendezvous")
+            if self._on_gpu:
+                self._synchronize("rendezvous")
+        elif self._on_gpu:
+            self._group = make_nccl(self._store, self.rank, self.world, timeout_s)
             # Connections are made, and kernels loaded, before any step is under way.
             self._wait(self._start_sum(torch.zeros(1, device=self._device)), "rendezvous")
             self._synchronize("rendezvous")
             self._meet("rendezvous")
         else:
-            self._group = _make_gloo(self._store, self.rank, self.world, timeout_s)
+            self._group = make_gloo(self._store, self.rank, self.world, timeout_s)
 
     def all_reduce(self, grads: Sequence[Tensor]) -> None:
         """Replaces every tensor by its sum over all ranks, in place.
@@ -137,6 +162,9 @@ class GradSync:
             return
         plan = self._plan(grads)
         vectors = plan.gather(grads)
+        if self._board is not None:
+            self._started.append((plan, grads, self._start_copies(vectors)))
+            return
         if self._on_gpu:
             self._meet("all-reduce")
         # Every vector is under way before the first wait: copies overlap with transfers.
@@ -148,21 +176,52 @@ class GradSync:
     def finish(self) -> None:
         """Ends all sums begun since the last call; on a GPU, for the current stream."""
         for plan, grads, works in self._started:
-            for work in works:
-                self._wait(work, "all-reduce")
+            if isinstance(works, int):
+                self._finish_copies(works, "all-reduce")
+            else:
+                for work in works:
+                    self._wait(work, "all-reduce")
             plan.scatter(grads)
         self._started = []
+
+    def _start_copies(self, vectors: list[Tensor]) -> int:
+        """Begins this rank's shares of the sums; the round in which all ranks show their ends."""
+        group = self._connected()
+        offers = self._show(group.offer(vectors), "all-reduce")
+        assert self._board is not None
+        return self._board.show(self.rank, group.sum(offers))
+
+    def _finish_copies(self, number: int, what: str) -> None:
+        for end in self._read(number, what):
+            if end is not None:
+                torch.cuda.current_stream(self._device).wait_event(end)
+
+    def _show(self, value: object, what: str) -> list[Any]:
+        """Every rank's object, once all have shown theirs."""
+        assert self._board is not None
+        return self._read(self._board.show(self.rank, value), what)
+
+    def _read(self, number: int, what: str) -> list[Any]:
+        board = self._board
+        assert board is not None
+        self._poll(what, lambda: board.wait(number, POLL_S), lambda: board.missing(number))
+        return board.read(number)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         if self.world == 1:
             return
-        if self._group is None:
-            raise RuntimeError(f"rank {self.rank}: not connected")
-        if self._on_gpu:
+        self._connected()
+        if self._on_gpu or self._board is not None:
             self._meet("barrier")
         else:
             self._wait(self._start_sum(torch.zeros(1)), "barrier")
+
+    def _connected(self) -> Any:
+        """The group."""
+        if self._group is None:
+            raise RuntimeError(f"rank {self.rank}: not connected")
+        return self._group
 
     def abort(self) -> None:
         """Makes every rank that shares ``stop`` leave its wait. Any thread may call it."""
@@ -181,7 +240,8 @@ class GradSync:
                 if not self._started:
                     self._synchronize("close")
                     self._meet("close")
-            self._group.abort()
+            if self._board is None:
+                self._group.abort()
         elif self._pending:
             # Its destructor would wait, with the interpreter's lock, for transfers that a missing
             # rank holds up. They fail when that rank's group has gone, or at their time-out.
@@ -221,11 +281,14 @@ class GradSync:
                 time.sleep(1e-3)  # a TCPStore's wait writes a warning each time that it ends
             return self._store.check(keys)
 
-        self._poll(what, all_there, keys)
+        self._poll(what, all_there, lambda: self._without_key(keys))
         return [self._store.get(k).decode() for k in keys]
 
     def _meet(self, what: str) -> None:
         """Returns when the threads of all ranks have come as far."""
+        if self._board is not None:
+            self._show(None, what)
+            return
         self._meetings += 1
         self._gather_from_all(f"meeting/{self._meetings}", "", what)
         # All have come, so none waits for the meeting before.
@@ -241,18 +304,17 @@ class GradSync:
             time.sleep(1e-3)
             return False
 
-        self._poll(what, done, [])
+        self._poll(what, done, list)
 
     def _start_sum(self, flat: Tensor) -> dist.Work:
-        if self._group is None:
-            raise RuntimeError(f"rank {self.rank}: not connected")
+        group = self._connected()
         self._calls += 1
         if not self._on_gpu:
             self._store.set(f"calls/{self.rank}", str(self._calls))
         options = dist.AllreduceOptions()
         options.asyncOp = True
         try:
-            work: dist.Work = self._group.allreduce([flat], options)
+            work: dist.Work = group.allreduce([flat], options)
             self._pending.append(work)
             return work
         except RuntimeError as error:
@@ -266,35 +328,38 @@ class GradSync:
             return work.is_completed()
 
         if not self._on_gpu:
-            self._poll(what, done)
+            self._poll(what, done, self._behind)
         try:
             work.wait()  # on a GPU: of the current stream, not of this thread
         except RuntimeError as error:
             raise SyncError(f"rank {self.rank}: {what} failed: {error}") from error
         self._pending.remove(work)
 
-    def _poll(self, what: str, done: Callable[[], bool], keys: Sequence[str] | None = None) -> None:
-        """Calls ``done`` (which blocks for about POLL_S) until it holds."""
+    def _poll(
+        self, what: str, done: Callable[[], bool], missing: Callable[[], Sequence[int]]
+    ) -> None:
+        """Calls ``done`` (which blocks for about POLL_S) until it holds.
+
+        missing: the ranks that are waited for; none: all have come, and it is the transfer.
+        """
         deadline = time.monotonic() + self._timeout_s
         while not done():
             if self._stop.is_set():
                 raise RuntimeError(f"rank {self.rank}: left the {what}, the run is stopping")
             if time.monotonic() > deadline:
+                late = ", ".join(map(str, missing()))
                 raise SyncError(
-                    f"rank {self.rank}: {what} timed out after {self._timeout_s:g} s"
-                    f" waiting for {self._laggards(keys)}"
+                    f"rank {self.rank}: {what} timed out after {self._timeout_s:g} s waiting for "
+                    + (f"rank {late}" if late else "the transfer: all ranks have come")
                 )
 
-    def _laggards(self, keys: Sequence[str] | None) -> str:
-        """The ranks without their key or, without keys, those that made fewer calls than this."""
-        if keys is not None:
-            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        else:
-            calls = [int(self._store.get(f"calls/{rank}")) for rank in range(self.world)]
-            late = [rank for rank in range(self.world) if calls[rank] < self._calls]
-        if not late:
-            return "the transfer: all ranks have come"
-        return f"rank {', '.join(map(str, late))}"
+    def _without_key(self, keys: Sequence[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+    def _behind(self) -> list[int]:
+        """The ranks that made fewer calls than this one."""
+        calls = [int(self._store.get(f"calls/{rank}")) for rank in range(self.world)]
+        return [rank for rank in range(self.world) if calls[rank] < self._calls]
 
 
 def _part(pending: list[dist.Work], group: list[Any]) -> None:
@@ -303,32 +368,3 @@ def _part(pending: list[dist.Work], group: list[Any]) -> None:
         time.sleep(POLL_S)
     pending.clear()
     group.clear()
-
-
-def _make_gloo(
-    store: dist.PrefixStore, rank: int, world: int, timeout_s: float
-) -> dist.ProcessGroupGloo:
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if not isinstance(store.underlying_store, dist.HashStore):
-        return dist.ProcessGroupGloo(store, rank, world, timeout)
-    # A HashStore cannot leave the process: neither need the connections, whatever the host is
-    # called and whatever its network.
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return dist.ProcessGroupGloo(store, rank, world, options)
-
-
-def _make_nccl(
-    store: dist.PrefixStore, rank: int, world: int, timeout_s: float
-) -> dist.ProcessGroupNCCL:
-    # A transfer that exceeds its limit is taken off the GPU, and the next call raises: by default
-    # NCCL's watchdog would end the whole process.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
-    options._timeout = datetime.timedelta(seconds=timeout_s)
-    # The sums run beside the backward pass: their few blocks must not queue behind its many.
-    options.is_high_priority_stream = True
-    if NCCL_CTAS is not None:
-        options.config.min_ctas = options.config.max_ctas = NCCL_CTAS
-    return dist.ProcessGroupNCCL(store, rank, world, options)

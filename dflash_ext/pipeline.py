@@ -30,7 +30,7 @@ from dflash_ext.drafter.loss import Objective
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead, drafter_spec
 from dflash_ext.export import check_tensors
 from dflash_ext.fp8 import check_weights
-from dflash_ext.grad_sync import GradSync, make_store
+from dflash_ext.grad_sync import GradSync, make_board, make_store
 from dflash_ext.hidden_cache import HiddenCache
 from dflash_ext.hs_queue import BufferedHSQueue, Slot
 from dflash_ext.layout import BlockLayout
@@ -195,6 +195,7 @@ class Pipeline:
         ]
         heads = self._heads()
         store = self.machines.store or make_store()
+        self.board = None if self.machines.store else make_board(self.world)
         models = [self.model, *(copy.deepcopy(self.model) for _ in self.ranks[1:])]
         self.drafter_loops = [
             self._drafter_loop(rank, device, model, heads[device], store)
@@ -260,6 +261,7 @@ class Pipeline:
                 dtype=DTYPES[cfg.train.grad_sync_dtype],
                 timeout_s=cfg.train.stall_timeout_s,
                 stop=self.supervisor.stop,
+                board=self.board,
             ),
             stream=MetricStream(device),
             supervisor=self.supervisor,

@@ -15,6 +15,7 @@ from benchmarks.step_problem import CE, KL, KL_CE, SHAPES, Problem, Terms, make_
 from benchmarks.step_reference import reference_step
 
 CPU = torch.device("cpu")
+DEMAND_EQUAL = step_two.demand_equal
 
 
 @pytest.fixture(scope="module")
@@ -235,9 +236,14 @@ def test_parts_at_toy_size(problem: Problem) -> None:
 
 
 def test_two_drafters_keep_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("default", "ctas=8,bucket_mib=1", "dtype=bfloat16")
-    found = step_two.rate("toy", [CPU, CPU], 1, 1, [step_two.Variant.of(word) for word in words])
-    assert tuple(found["variants"]) == words
+    words = ("default", "ctas=8,bucket_mib=1", "none", "meet", "late", "copies,dtype=bfloat16")
+    variants = [step_two.Variant.of(word) for word in words]
+    kept: list[int] = []
+    found = step_two.rate(
+        "toy", [CPU, CPU], 1, 1, variants, variants[:1], lambda x: kept.append(len(x["variants"]))
+    )
+    assert tuple(found["variants"]) == words and kept == [1, 2, 3, 4, 5, 6, 6]
+    assert found["timelines"] == {"default": {}}  # of GPUs alone
     assert found["drafter 0"] == found["variants"]["default"]["drafter 0"]
     for variant in found["variants"].values():
         for rank in range(2):
@@ -257,8 +263,24 @@ def test_two_drafters_keep_equal_weights(monkeypatch: pytest.MonkeyPatch) -> Non
             first.add_(1e-3 * self.rank)
 
     monkeypatch.setattr(step_two, "GradSync", Wrong)
-    with pytest.raises(RuntimeError, match="weights differ after 4 steps"):
+    with pytest.raises(RuntimeError, match="weights differ after 3 steps"):
         step_two.rate("toy", [CPU, CPU], steps=1, rounds=1)
+    monkeypatch.undo()
+
+    def unfinished(sync: step_two.GradSync) -> None:
+        sync._started = []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_two.GradSync, "finish", unfinished)
+        patch.setattr(step_two, "demand_equal", differing_gradients)
+        with pytest.raises(RuntimeError, match="gradients differ after 5 steps"):
+            step_two.rate("toy", [CPU, CPU], steps=1, rounds=1)
+
+
+def differing_gradients(drafters: list[step_two.Drafter], what: str) -> None:
+    """Lets weights differ."""
+    if what == "gradients":
+        DEMAND_EQUAL(drafters, what)
 
 
 def test_drafter_that_fails_stops_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from grad_sync_cases import gradients, run_ranks
 
-from dflash_ext import grad_sync
+from dflash_ext import grad_groups
 from dflash_ext.grad_sync import GradSync, make_store
 
 
@@ -243,6 +243,6 @@ def test_nccl_gets_the_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     for ctas in (None, 8):
-        monkeypatch.setattr(grad_sync, "NCCL_CTAS", ctas)
-        grad_sync._make_nccl(dist.PrefixStore("x", make_store()), 0, 1, 5.0)
+        monkeypatch.setattr(grad_groups, "NCCL_CTAS", ctas)
+        grad_groups.make_nccl(dist.PrefixStore("x", make_store()), 0, 1, 5.0)
         assert made[-1].config.min_ctas == made[-1].config.max_ctas == ctas

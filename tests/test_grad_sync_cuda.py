@@ -1,4 +1,4 @@
-"""GradSync over NCCL: two drafter threads of one process, a GPU each."""
+"""GradSync over NCCL and by copies: two drafter threads of one process, a GPU each."""
 
 import subprocess
 import sys
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import step_two
+from dflash_ext.grad_copies import Board
 from dflash_ext.grad_sync import GradSync, make_store
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -24,6 +25,7 @@ def run_ranks(
 ) -> tuple[list[object], list[Exception | None]]:
     """Runs ``body`` in one thread per GPU; returns results and errors by rank."""
     store = make_store()
+    options["board"] = Board(WORLD) if options.pop("copies") else None
     results: list[object] = [None] * WORLD
     errors: list[Exception | None] = [None] * WORLD
 
@@ -55,11 +57,15 @@ def gradients(rank: int, call: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
+by_both = pytest.mark.parametrize("copies", [False, True], ids=["nccl", "copies"])
+
+
+@by_both
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket_bytes", [4096 * 50, None])
 def test_sum_is_right_and_has_the_same_bits_everywhere(
-    flat: bool, dtype: torch.dtype, bucket_bytes: int | None
+    flat: bool, dtype: torch.dtype, bucket_bytes: int | None, copies: bool
 ) -> None:
     def body(sync: GradSync) -> list[list[torch.Tensor]]:
         reduced = []
@@ -78,7 +84,7 @@ def test_sum_is_right_and_has_the_same_bits_everywhere(
             reduced.append([grad.cpu() for grad in grads])
         return reduced
 
-    results, errors = run_ranks(body, dtype=dtype, bucket_bytes=bucket_bytes)
+    results, errors = run_ranks(body, dtype=dtype, bucket_bytes=bucket_bytes, copies=copies)
     assert errors == [None, None]
     for call in range(3):
         for got, other, a, b in zip(
@@ -88,7 +94,8 @@ def test_sum_is_right_and_has_the_same_bits_everywhere(
             assert torch.equal(got, ((2 * a).to(dtype) + (2 * b).to(dtype)).float())
 
 
-def test_no_host_waits_for_the_device() -> None:
+@by_both
+def test_no_host_waits_for_the_device(copies: bool) -> None:
     def body(sync: GradSync) -> float:
         grads = [torch.ones(10**6, device=f"cuda:{sync.rank}")]
         sync.all_reduce(grads)
@@ -100,12 +107,39 @@ def test_no_host_waits_for_the_device() -> None:
         torch.cuda.synchronize()
         return passed
 
-    results, errors = run_ranks(body)
+    results, errors = run_ranks(body, copies=copies)
     assert errors == [None, None]
     assert max(results) < 0.5
 
 
-def test_time_out_names_the_rank_that_is_missing() -> None:
+def test_copies_are_in_order_with_both_streams() -> None:
+    """Steps behind one another, each on gradients that change right before and behind the sum."""
+    steps, numel = 30, 3_000_001
+
+    def body(sync: GradSync) -> torch.Tensor:
+        device = f"cuda:{sync.rank}"
+        grads = [torch.empty(numel, device=device), torch.empty(1000, device=device)]
+        work = torch.randn(2048, 2048, device=device)
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        for step in range(steps):
+            for i, grad in enumerate(grads):
+                for _ in range((step + sync.rank) % 3 * 4):
+                    work = work @ work * 1e-3
+                grad.fill_((step + 1.0) * (i + 1) * (sync.rank + 1))
+                sync.start([grad])
+            sync.finish()
+            for i, grad in enumerate(grads):
+                wrong += (grad != (step + 1.0) * (i + 1) * 3).sum()
+                grad.fill_(float("nan"))
+        return wrong.cpu()
+
+    results, errors = run_ranks(body, copies=True)
+    assert errors == [None, None]
+    assert [int(wrong) for wrong in results] == [0, 0]
+
+
+@by_both
+def test_time_out_names_the_rank_that_is_missing(copies: bool) -> None:
     def body(sync: GradSync) -> None:
         grads = [torch.ones(3, device=f"cuda:{sync.rank}")]
         sync.all_reduce(grads)
@@ -114,12 +148,13 @@ def test_time_out_names_the_rank_that_is_missing() -> None:
         else:
             time.sleep(2.0)
 
-    _, errors = run_ranks(body, timeout_s=0.5)
+    _, errors = run_ranks(body, timeout_s=0.5, copies=copies)
     assert str(errors[0]) == "rank 0: all-reduce timed out after 0.5 s waiting for rank 1"
     assert errors[1] is None
 
 
-def test_stop_frees_a_rank_that_waits() -> None:
+@by_both
+def test_stop_frees_a_rank_that_waits(copies: bool) -> None:
     def body(sync: GradSync) -> None:
         grads = [torch.ones(1000, device=f"cuda:{sync.rank}")]
         sync.all_reduce(grads)
@@ -129,7 +164,7 @@ def test_stop_frees_a_rank_that_waits() -> None:
             raise ZeroDivisionError("rank 1 is broken")
         sync.all_reduce(grads)
 
-    _, errors = run_ranks(body, stop=threading.Event(), timeout_s=60)
+    _, errors = run_ranks(body, stop=threading.Event(), timeout_s=60, copies=copies)
     assert str(errors[0]) == "rank 0: left the all-reduce, the run is stopping"
     assert isinstance(errors[1], ZeroDivisionError)
 

@@ -1,0 +1,58 @@
+"""How drafters sum their gradients in step_two: as a run does, and what tells its costs apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dflash_ext.grad_sync import GradSync
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SUMS = ("library", "copies", "none", "meet", "late")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How gradients are summed; None: as a run does it."""
+
+    name: str = "default"
+    sums: str = "library"  # NCCL or Gloo; "late" too, but behind the backward pass
+    ctas: int | None = None  # NCCL's blocks
+    bucket_mib: int | None = None
+    carveout: int | None = None  # multiprocessors that cuBLAS leaves to others
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def is_summed(self) -> bool:
+        return self.sums not in ("none", "meet")
+
+    @classmethod
+    def of(cls, words: str) -> Variant:
+        """From "default", or "copies,dtype=bfloat16"."""
+        fields: dict[str, Any] = {}
+        for word in words.split(","):
+            key, _, value = word.partition("=")
+            if word in SUMS:
+                fields["sums"] = word
+            elif key in ("ctas", "bucket_mib", "carveout") and value.isdigit():
+                fields[key] = int(value)
+            elif key == "dtype" and value in DTYPES:
+                fields[key] = DTYPES[value]
+            elif word != "default":
+                known = f"{', '.join(SUMS)}, ctas=, bucket_mib=, carveout= or dtype="
+                raise ValueError(f"variant: found {word!r}, want {known}")
+        return cls(words, **fields)
+
+
+class MeetOnly(GradSync):
+    """The ranks meet as often as for sums, of which there are none."""
+
+    def start(self, grads: Sequence[torch.Tensor]) -> None:
+        self._meet("all-reduce")
+        self._meet("all-reduce")
+
+    def finish(self) -> None:
+        pass

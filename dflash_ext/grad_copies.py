@@ -1,0 +1,156 @@
+"""Sums over drafters of one process by copies between their GPUs.
+
+NCCL's kernels hold multiprocessors as long as a transfer lasts, and the backward pass's products,
+whose blocks stay to the end, then take two turns. Copy engines hold none: what is left for the
+multiprocessors is one addition of each element.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SHARE_GRAIN = 128  # elements: shares begin where a GPU's widest loads may
+
+
+class Board:
+    """Where the threads of one process show each other objects, round by round.
+
+    All ranks show as many objects in the same order; the n-th of each make round n. ``lock`` is for
+    what only one of them may do at a time.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._next = [0] * world
+        self._shown: dict[int, dict[int, Any]] = {}
+        self._readers: dict[int, int] = {}  # that have not read a round yet
+
+    def show(self, rank: int, value: object) -> int:
+        """Adds this rank's object to its next round, whose number is returned."""
+        with self._changed:
+            number = self._next[rank]
+            self._next[rank] += 1
+            self._shown.setdefault(number, {})[rank] = value
+            self._changed.notify_all()
+        return number
+
+    def wait(self, number: int, seconds: float) -> bool:
+        """Whether all ranks have shown theirs, now or within that time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._missing(number), seconds)
+
+    def missing(self, number: int) -> list[int]:
+        """The ranks that have not come to a round."""
+        with self._changed:
+            return self._missing(number)
+
+    def read(self, number: int) -> list[Any]:
+        """All ranks' objects of a complete round; once per rank, the last one clears it."""
+        with self._changed:
+            values = self._shown[number]
+            self._readers[number] = self._readers.get(number, self.world) - 1
+            if self._readers[number] == 0:
+                del self._shown[number], self._readers[number]
+        return [values[rank] for rank in range(self.world)]
+
+    def _missing(self, number: int) -> list[int]:
+        return [rank for rank in range(self.world) if self._next[rank] <= number]
+
+
+class Offer(NamedTuple):
+    """What a rank lets the others read and write."""
+
+    device: torch.device
+    vectors: list[Tensor]
+    ready: torch.cuda.Event | None  # the vectors hold its gradients from then on
+
+
+class CopiedSums:
+    """One rank's share of the sums: it alone adds up its part of each vector, in rank order.
+
+    A share is copied from the other ranks, added up and copied back to them: every rank gets the
+    same bits, which do not depend on how vectors are cut. No stream waits for what has not been
+    given to a GPU yet, so that nothing can stand still between two of them.
+
+    The scratch memory is (world - 1) / world of the longest vector.
+    """
+
+    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+        self._rank, self._world, self._device = rank, world, device
+        self._scratch = torch.empty(0)
+        self._stream: torch.cuda.Stream | None = None
+        # torch copies between GPUs on the current stream of the source, and lets the destination's
+        # current stream wait: of each GPU this rank has a stream that nothing else uses.
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def offer(self, vectors: list[Tensor]) -> Offer:
+        """The vectors with what the current stream has been given for them so far."""
+        if self._device.type != "cuda":
+            return Offer(self._device, vectors, None)
+        ready = torch.cuda.current_stream(self._device).record_event()
+        return Offer(self._device, vectors, ready)
+
+    def sum(self, offers: Sequence[Offer]) -> torch.cuda.Event | None:
+        """Begins to sum this rank's shares of the offers of all ranks, by rank.
+
+        Returns what a rank must wait for before it reads these shares of its vectors.
+        """
+        with self._on_streams(offers) as stream:
+            if stream is not None:
+                for offer in offers:
+                    stream.wait_event(offer.ready)
+            for parts in zip(*(offer.vectors for offer in offers), strict=True):
+                self._sum_share([self._share(part) for part in parts])
+            return None if stream is None else stream.record_event()
+
+    def _sum_share(self, shares: list[Tensor]) -> None:
+        mine = shares[self._rank]
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        buffers = self._buffers(mine)
+        for rank, buffer in zip(others, buffers, strict=True):
+            buffer.copy_(shares[rank], non_blocking=True)
+        # ((rank 0 + rank 1) + rank 2) + ..., whoever adds; two terms commute
+        before = buffers[: self._rank]
+        for buffer in before[1:]:
+            before[0].add_(buffer)
+        for buffer in (*before[:1], *buffers[self._rank :]):
+            mine.add_(buffer)
+        for rank in others:
+            shares[rank].copy_(mine, non_blocking=True)
+
+    def _share(self, vector: Tensor) -> Tensor:
+        """This rank's part of any rank's vector; the last ones may be empty."""
+        grains = -(-vector.numel() // SHARE_GRAIN)
+        size = -(-grains // self._world) * SHARE_GRAIN
+        first = min(vector.numel(), self._rank * size)
+        return vector[first : first + size]
+
+    def _buffers(self, share: Tensor) -> list[Tensor]:
+        """Scratch memory for the other ranks' shares; of one size, so that each is aligned."""
+        others = self._world - 1
+        size = -(-share.numel() // SHARE_GRAIN) * SHARE_GRAIN
+        if self._scratch.numel() < others * size or self._scratch.dtype != share.dtype:
+            self._scratch = share.new_empty(others * size)
+        return [self._scratch[i * size :][: share.numel()] for i in range(others)]
+
+    @contextlib.contextmanager
+    def _on_streams(self, offers: Sequence[Offer]) -> Any:
+        """Makes this rank's streams current on all GPUs; yields that of its own."""
+        if self._device.type != "cuda":
+            yield None
+            return
+        devices = {offer.device for offer in offers} - {self._device}
+        with contextlib.ExitStack() as stack:
+            for device in (*sorted(devices, key=str), self._device):  # the last is current
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device, priority=-1)
+                stack.enter_context(torch.cuda.stream(self._streams[device]))
+            yield self._streams[self._device]

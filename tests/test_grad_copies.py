@@ -1,0 +1,198 @@
+"""GradSync with a Board: sums by copies between threads of one process."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from grad_sync_cases import gradients, run_ranks
+
+from dflash_ext.grad_copies import SHARE_GRAIN, Board, CopiedSums, Offer
+from dflash_ext.grad_sync import GradSync
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("bucket_bytes", [4, 1000, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_added_in_rank_order(world: int, bucket_bytes: int, dtype: torch.dtype) -> None:
+    def body(sync: GradSync) -> list[list[torch.Tensor]]:
+        found = []
+        for call in range(3):
+            if call % world == sync.rank:
+                time.sleep(0.06)
+            grads = gradients(sync.rank, call)
+            grads[0] = grads[0].T.contiguous().T  # not contiguous
+            sync.start(grads[3:])
+            sync.start(grads[:3])
+            sync.finish()
+            found.append(grads)
+        return found
+
+    options = {"bucket_bytes": bucket_bytes, "dtype": dtype, "board": Board(world)}
+    results, errors = run_ranks(world, body, **options)
+    assert errors == [None] * world
+    for call in range(3):
+        by_rank = [gradients(rank, call, dtype) for rank in range(world)]
+        for i, parts in enumerate(zip(*by_rank, strict=True)):
+            want = parts[0]
+            for part in parts[1:]:
+                want = want + part
+            for rank in range(world):
+                assert torch.equal(results[rank][call][i], want.float())
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_shares_cover_a_vector_of_any_length(world: int) -> None:
+    ranks = [CopiedSums(rank, world, torch.device("cpu")) for rank in range(world)]
+    for size in (0, 1, SHARE_GRAIN - 1, SHARE_GRAIN, world * SHARE_GRAIN + 1, 10 * SHARE_GRAIN - 7):
+        vector = torch.arange(size)
+        shares = [rank._share(vector) for rank in ranks]
+        assert torch.equal(torch.cat(shares), vector)
+        assert all(share.numel() == 0 or share[0] % SHARE_GRAIN == 0 for share in shares)
+
+
+def test_neighbours_in_memory_are_summed_where_they_are() -> None:
+    def body(sync: GradSync) -> torch.Tensor:
+        flat = torch.cat([g.flatten() for g in gradients(sync.rank, 0)])
+        sync.all_reduce(list(flat.split(50)))
+        return flat
+
+    results, errors = run_ranks(2, body, board=Board(2), bucket_bytes=800)
+    assert errors == [None, None]
+    a, b = (torch.cat([g.flatten() for g in gradients(rank, 0)]) for rank in range(2))
+    assert torch.equal(results[0], a + b) and torch.equal(results[1], a + b)
+
+
+def test_no_gradients() -> None:
+    def body(sync: GradSync) -> None:
+        sync.all_reduce([])
+
+    assert run_ranks(2, body, board=Board(2))[1] == [None, None]
+
+
+def test_time_out_names_the_rank_that_is_missing() -> None:
+    def body(sync: GradSync) -> None:
+        sync.all_reduce([torch.ones(3)])
+        if sync.rank == 1:
+            time.sleep(1.0)
+        else:
+            sync.all_reduce([torch.ones(3)])
+
+    _, errors = run_ranks(3, body, timeout_s=0.3, board=Board(3))
+    assert str(errors[0]) == "rank 0: all-reduce timed out after 0.3 s waiting for rank 1"
+    assert errors[1] is None
+    assert str(errors[2]) == "rank 2: all-reduce timed out after 0.3 s waiting for rank 1"
+
+
+def test_rank_that_fails_between_start_and_finish_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sum_of = CopiedSums.sum
+
+    def broken(self: CopiedSums, offers: list) -> None:
+        if self._rank == 0 and offers[0].vectors[0].numel() == 3:
+            raise ZeroDivisionError("rank 0 is broken")
+        sum_of(self, offers)
+
+    monkeypatch.setattr(CopiedSums, "sum", broken)
+    _, errors = run_ranks(
+        2, lambda sync: sync.all_reduce([torch.ones(3)]), timeout_s=0.3, board=Board(2)
+    )
+    assert isinstance(errors[0], ZeroDivisionError)
+    assert str(errors[1]) == "rank 1: all-reduce timed out after 0.3 s waiting for rank 0"
+
+
+def test_stop_frees_ranks_that_wait() -> None:
+    def body(sync: GradSync) -> None:
+        sync.all_reduce([torch.ones(1000)])
+        if sync.rank == 1:
+            time.sleep(0.2)
+            sync.abort()
+            raise ZeroDivisionError("rank 1 is broken")
+        sync.all_reduce([torch.ones(1000)])
+
+    begin = time.monotonic()
+    _, errors = run_ranks(2, body, stop=threading.Event(), timeout_s=60, board=Board(2))
+    assert str(errors[0]) == "rank 0: left the all-reduce, the run is stopping"
+    assert isinstance(errors[1], ZeroDivisionError)
+    assert time.monotonic() - begin < 10.0
+
+
+def test_barrier_and_calls_out_of_turn() -> None:
+    arrived = []
+
+    def body(sync: GradSync) -> int:
+        time.sleep(0.1 * sync.rank)
+        arrived.append(sync.rank)
+        sync.barrier()
+        seen = len(arrived)
+        sync.close()
+        with pytest.raises(RuntimeError, match=f"rank {sync.rank}: not connected"):
+            sync.all_reduce([torch.ones(2)])
+        return seen
+
+    results, errors = run_ranks(3, body, board=Board(3))
+    assert errors == [None] * 3
+    assert results == [3, 3, 3]
+
+
+def test_board_keeps_nothing_that_all_have_read() -> None:
+    board = Board(2)
+
+    def body(sync: GradSync) -> None:
+        for call in range(5):
+            sync.all_reduce(gradients(sync.rank, call))
+
+    _, errors = run_ranks(2, body, board=board)
+    assert errors == [None, None]
+    assert not board._shown and not board._readers
+
+
+def test_order_on_the_streams_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rank 1 gives to its streams, with stand-ins for GPUs."""
+    log: list[tuple[str, str]] = []  # operation, and the streams it is given to or that are current
+    current: list[str] = ["training"]
+
+    class Stream:
+        def __init__(self, device: torch.device, priority: int) -> None:
+            self.name = str(device)
+
+        def wait_event(self, event: object) -> None:
+            log.append((f"wait for {event}", self.name))
+
+        def record_event(self) -> str:
+            log.append(("record", self.name))
+            return "end"
+
+    @contextlib.contextmanager
+    def stream(of: Stream) -> Iterator[None]:
+        current.append(of.name)
+        yield
+        current.pop()
+
+    class Noted(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func in (torch.Tensor.copy_, torch.Tensor.add_):
+                log.append((func.__name__, " and ".join(current[1:])))
+            return super().__torch_function__(func, types, args, kwargs)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    gpus = [torch.device("cuda", i) for i in range(2)]
+    vectors = [torch.full((300,), rank + 1.0).as_subclass(Noted) for rank in range(2)]
+    offers = [
+        Offer(gpu, [vector], f"rank {i}")
+        for i, (gpu, vector) in enumerate(zip(gpus, vectors, strict=True))
+    ]
+    assert CopiedSums(1, 2, gpus[1]).sum(offers) == "end"
+    assert log == [
+        ("wait for rank 0", "cuda:1"),
+        ("wait for rank 1", "cuda:1"),
+        ("copy_", "cuda:0 and cuda:1"),
+        ("add_", "cuda:0 and cuda:1"),
+        ("copy_", "cuda:0 and cuda:1"),
+        ("record", "cuda:1"),
+    ]
+    assert current == ["training"]
+    assert all(vector[256:].eq(3).all() and vector[:256].lt(3).all() for vector in vectors)
