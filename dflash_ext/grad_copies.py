@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,13 +80,14 @@ class CopiedSums:
     same bits, which do not depend on how vectors are cut. No stream waits for what has not been
     given to a GPU yet, so that nothing can stand still between two of them.
 
-    The scratch memory is (world - 1) / world of the longest vector.
+    Args:
+        numel: as many elements of vectors are worked off at a time, or one longer vector; scratch
+            memory is (world - 1) / world of that.
     """
 
-    def __init__(self, rank: int, world: int, device: torch.device) -> None:
-        self._rank, self._world, self._device = rank, world, device
+    def __init__(self, rank: int, world: int, device: torch.device, numel: int) -> None:
+        self._rank, self._world, self._device, self._numel = rank, world, device, numel
         self._scratch = torch.empty(0)
-        self._stream: torch.cuda.Stream | None = None
         # torch copies between GPUs on the current stream of the source, and lets the destination's
         # current stream wait: of each GPU this rank has a stream that nothing else uses.
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -106,25 +107,46 @@ class CopiedSums:
         with self._on_streams(offers) as stream:
             if stream is not None:
                 for offer in offers:
-                    stream.wait_event(offer.ready)
-            for parts in zip(*(offer.vectors for offer in offers), strict=True):
-                self._sum_share([self._share(part) for part in parts])
+                    if offer.ready is not None:
+                        stream.wait_event(offer.ready)
+            for batch in self._batches(offers):
+                self._sum_batch(batch)
             return None if stream is None else stream.record_event()
 
-    def _sum_share(self, shares: list[Tensor]) -> None:
-        mine = shares[self._rank]
-        others = [rank for rank in range(self._world) if rank != self._rank]
-        buffers = self._buffers(mine)
-        for rank, buffer in zip(others, buffers, strict=True):
-            buffer.copy_(shares[rank], non_blocking=True)
-        # ((rank 0 + rank 1) + rank 2) + ..., whoever adds; two terms commute
-        before = buffers[: self._rank]
-        for buffer in before[1:]:
-            before[0].add_(buffer)
-        for buffer in (*before[:1], *buffers[self._rank :]):
-            mine.add_(buffer)
-        for rank in others:
-            shares[rank].copy_(mine, non_blocking=True)
+    def _batches(self, offers: Sequence[Offer]) -> Iterator[list[list[Tensor]]]:
+        """Of shares, by vector and rank: of about `numel` elements of vectors at a time."""
+        batch: list[list[Tensor]] = []
+        room = self._numel
+        for vectors in zip(*(offer.vectors for offer in offers), strict=True):
+            if batch and vectors[0].numel() > room:
+                yield batch
+                batch, room = [], self._numel
+            batch.append([self._share(vector) for vector in vectors])
+            room -= vectors[0].numel()
+        if batch:
+            yield batch
+
+    def _sum_batch(self, batch: list[list[Tensor]]) -> None:
+        """All transfers before the first addition: that waits until a product ends elsewhere."""
+        # Each rank begins with another neighbour: no GPU has to serve all others at once.
+        others = [(self._rank + i) % self._world for i in range(1, self._world)]
+        terms_of = self._terms([shares[self._rank] for shares in batch])
+        for shares, terms in zip(batch, terms_of, strict=True):
+            for rank in others:
+                terms[rank].copy_(shares[rank], non_blocking=True)
+        for terms in terms_of:
+            self._add(terms)
+        for shares in batch:
+            for rank in others:
+                shares[rank].copy_(shares[self._rank], non_blocking=True)
+
+    def _add(self, terms: list[Tensor]) -> None:
+        """((rank 0's + rank 1's) + rank 2's) + ..., whoever adds, in place of this rank's own."""
+        mine, before = terms[self._rank], terms[: self._rank]
+        for term in before[1:]:
+            before[0].add_(term)
+        for term in (*before[:1], *terms[self._rank + 1 :]):  # the first two commute
+            mine.add_(term)
 
     def _share(self, vector: Tensor) -> Tensor:
         """This rank's part of any rank's vector; the last ones may be empty."""
@@ -133,16 +155,25 @@ class CopiedSums:
         first = min(vector.numel(), self._rank * size)
         return vector[first : first + size]
 
-    def _buffers(self, share: Tensor) -> list[Tensor]:
-        """Scratch memory for the other ranks' shares; of one size, so that each is aligned."""
-        others = self._world - 1
-        size = -(-share.numel() // SHARE_GRAIN) * SHARE_GRAIN
-        if self._scratch.numel() < others * size or self._scratch.dtype != share.dtype:
-            self._scratch = share.new_empty(others * size)
-        return [self._scratch[i * size :][: share.numel()] for i in range(others)]
+    def _terms(self, shares: list[Tensor]) -> list[list[Tensor]]:
+        """For each of this rank's shares the terms of its sum, by rank: itself and, for the other
+        ranks' parts, scratch memory."""
+        grains = [-(-share.numel() // SHARE_GRAIN) for share in shares]
+        lengths = [SHARE_GRAIN * n for n in grains for _ in range(self._world - 1)]
+        dtype = shares[0].dtype
+        if self._scratch.numel() < sum(lengths) or self._scratch.dtype != dtype:
+            self._scratch = shares[0].new_empty(sum(lengths))
+        rows = iter(self._scratch[: sum(lengths)].split(lengths))
+        return [
+            [
+                share if rank == self._rank else next(rows)[: share.numel()]
+                for rank in range(self._world)
+            ]
+            for share in shares
+        ]
 
     @contextlib.contextmanager
-    def _on_streams(self, offers: Sequence[Offer]) -> Any:
+    def _on_streams(self, offers: Sequence[Offer]) -> Iterator[torch.cuda.Stream | None]:
         """Makes this rank's streams current on all GPUs; yields that of its own."""
         if self._device.type != "cuda":
             yield None

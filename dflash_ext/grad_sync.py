@@ -20,7 +20,7 @@ from dflash_ext.grad_groups import make_gloo, make_nccl
 
 # NCCL needs long vectors; Gloo's work on one overlaps with the copy of the next.
 BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-# Copied sums: a layer at once, as each addition waits for a product's end.
+# Copied sums: a layer at once, as each addition waits until a product of the backward pass ends.
 COPIED_BYTES = 2**31
 # Whether drafters of one process sum by copies; temporary, until that has been measured.
 COPIES = os.environ.get("DFLASH_GRAD_COPIES") == "1"
@@ -120,7 +120,7 @@ class GradSync:
         self._gather_from_all("calls", "0", "rendezvous")
         timeout_s = self._timeout_s + GRACE_S
         if self._board is not None:
-            self._group = CopiedSums(self.rank, self.world, self._device)
+            self._group = CopiedSums(self.rank, self.world, self._device, self._bucket_numel)
             # GPUs open their memory to each other, before any step is under way; torch guards that
             # against no other thread.
             one = torch.zeros(1, dtype=self._dtype, device=self._device)

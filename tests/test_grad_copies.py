@@ -43,9 +43,25 @@ def test_sums_are_added_in_rank_order(world: int, bucket_bytes: int, dtype: torc
                 assert torch.equal(results[rank][call][i], want.float())
 
 
+@pytest.mark.parametrize("numel", [1, 600, 1000, 5000])
+def test_batches_of_vectors(numel: int) -> None:
+    """Scratch memory for one batch, whatever the number of vectors; the same bits."""
+    lengths = (300, 200, 0, 700, 1, 400, 129)
+    vectors = [[torch.randn(n) for n in lengths] for _ in range(3)]
+    wanted = [(a + b) + c for a, b, c in zip(*vectors, strict=True)]
+    offers = [Offer(torch.device("cpu"), mine, None) for mine in vectors]
+    ranks = [CopiedSums(rank, 3, torch.device("cpu"), numel) for rank in range(3)]
+    for rank in ranks:
+        rank.sum(offers)
+    for mine in vectors:
+        assert all(torch.equal(got, want) for got, want in zip(mine, wanted, strict=True))
+    longest = {1: 700, 600: 700, 1000: 701 + 300, 5000: sum(lengths)}[numel]
+    assert ranks[0]._scratch.numel() <= 2 * (longest // 3 + len(lengths) * SHARE_GRAIN)
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_shares_cover_a_vector_of_any_length(world: int) -> None:
-    ranks = [CopiedSums(rank, world, torch.device("cpu")) for rank in range(world)]
+    ranks = [CopiedSums(rank, world, torch.device("cpu"), 100) for rank in range(world)]
     for size in (0, 1, SHARE_GRAIN - 1, SHARE_GRAIN, world * SHARE_GRAIN + 1, 10 * SHARE_GRAIN - 7):
         vector = torch.arange(size)
         shares = [rank._share(vector) for rank in ranks]
@@ -185,7 +201,7 @@ def test_order_on_the_streams_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> No
         Offer(gpu, [vector], f"rank {i}")
         for i, (gpu, vector) in enumerate(zip(gpus, vectors, strict=True))
     ]
-    assert CopiedSums(1, 2, gpus[1]).sum(offers) == "end"
+    assert CopiedSums(1, 2, gpus[1], 1000).sum(offers) == "end"
     assert log == [
         ("wait for rank 0", "cuda:1"),
         ("wait for rank 1", "cuda:1"),

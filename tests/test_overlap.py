@@ -107,17 +107,19 @@ def test_same_bits_as_sums_after_the_step(group: int | None, flat: bool, recompu
             assert torch.equal(found[0][0][name], found[rank][0][name]), name
 
 
-def test_layers_go_last_to_first_and_what_the_context_uses_at_the_end() -> None:
+@pytest.mark.parametrize("flat", [False, True])
+def test_layers_go_last_to_first_and_what_the_context_uses_at_the_end(flat: bool) -> None:
     spec = small_spec()
     model = random_model(spec)
     size = {name: p.numel() for name, p in model.named_parameters()}
-    shared = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
+    matrices = {name: p.numel() for name, p in model.named_parameters() if p.dim() > 1}
+    shared = sum(n for name, n in matrices.items() if "k_proj" in name or "v_proj" in name)
     early = [
-        sum(n for name, n in size.items() if f"layers.{i}." in name and not name.endswith(shared))
+        sum(n for name, n in matrices.items() if f"layers.{i}." in name) - shared // spec.num_layers
         for i in range(spec.num_layers)
     ]
-    wanted = [*early[::-1], sum(size.values()) - sum(early)]
-    for _, sync in gradients(overlapped=True, group=5, flat=True):
+    wanted = [*early[::-1], shared, sum(size.values()) - sum(early) - shared]
+    for _, sync in gradients(overlapped=True, group=5, flat=flat):
         assert sync.parts == wanted * 2
 
 
@@ -134,6 +136,22 @@ def test_sums_begin_before_the_backward_pass_ends(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(BackwardSync, "_begin_down_to", noted)
     gradients(overlapped=True, group=None, flat=False, steps=1)
     assert sorted(begun) == [(0, False)] * 2 + [(1, True)] * 2 + [(2, True)] * 2
+
+
+def test_sum_of_keys_and_values_begins_before_fc_has_a_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fc_at_begin: list[bool] = []
+    begin = BackwardSync._begin
+
+    def noted(self: BackwardSync, params: Sequence[torch.nn.Parameter]) -> None:
+        if params is self._context:
+            fc_at_begin.append(bool(self._rest[0].grad.any()))
+        begin(self, params)
+
+    monkeypatch.setattr(BackwardSync, "_begin", noted)
+    gradients(overlapped=True, group=5, flat=True, steps=1)
+    assert fc_at_begin == [False, False]
 
 
 def test_error_of_a_sum_leaves_the_backward_pass() -> None:

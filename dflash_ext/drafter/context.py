@@ -10,6 +10,7 @@ layers, H hidden.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -131,8 +132,10 @@ class TrainContext:
 
     def __init__(self, model: DFlashDraftModel, hidden: Tensor, positions: Tensor) -> None:
         self._handle: Tensor | None = None
+        self._states: Tensor | None = None
         if fused.has_main_grad(model.fc.weight):
             states, layers = model.context_projections(hidden, positions)
+            self._states = states
             spec, tokens = model.spec, states.shape[0]
             shape = (len(layers), 2, tokens, spec.num_key_value_heads, spec.head_dim)
             sums = torch.zeros(shape, dtype=accumulate_dtype(states.dtype), device=states.device)
@@ -145,9 +148,14 @@ class TrainContext:
         pairs = zip(outputs[::2], outputs[1::2], sums, strict=True)
         self.layers = [ContextSums(k, v, *pair) for k, v, pair in pairs]
 
-    def backward(self) -> None:
-        """Carry the sums on to the weights; once, after the backward passes of all blocks."""
+    def backward(self, projected: Callable[[], None] | None = None) -> None:
+        """Carry the sums on to the weights; once, after the backward passes of all blocks.
+
+        projected: called when keys' and values' gradients are final, if that is before the end.
+        """
         if self._handle is not None:
+            if projected is not None and self._states is not None:
+                self._states.register_hook(lambda grad: projected())
             self._handle.backward()
             return
         sums = [part for layer in self.layers for part in (layer.dk, layer.dv)]

@@ -261,6 +261,6 @@ def forward_backward(
             found = objective.stats(model, head, context.layers, part, last_hidden)
             found.loss.backward()
         stats.append(found._replace(loss=found.loss.detach()))
-    context.backward()
+    context.backward(overlap.begin_context if overlap is not None else None)
     side_stream.join(hidden.device)
     return stats

@@ -12,15 +12,16 @@ from dflash_ext.drafter import side_stream
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.grad_sync import GradSync
 
-# Weights of a layer that the context uses too: their gradients end with the context's backward.
-CONTEXT_WEIGHTS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
+# Matrices of a layer that the context uses too: their gradients end with the context's backward.
+CONTEXT_WEIGHTS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
 class BackwardSync:
-    """Hands each layer's gradients to a GradSync as soon as they are final.
+    """Hands gradients to a GradSync as soon as they are final, in a few long parts.
 
-    That is when the last blocks' backward pass has left the layer, from the last layer to the
-    first. What the context has a part in follows at the end.
+    Those of a layer's matrices when the last blocks' backward pass has left it, from the last layer
+    to the first; keys' and values' before that of `fc`; the rest at the end, with the small vectors
+    of all layers: however short a sum is, on a GPU it waits for its turn beside the products.
 
     Args:
         params: the trained parameters in the order in which their gradients lie in memory, the
@@ -36,13 +37,18 @@ class BackwardSync:
             parameter: index
             for index, layer in enumerate(model.layers)
             for name, parameter in layer.named_parameters()
-            if name not in CONTEXT_WEIGHTS
+            if parameter.dim() > 1 and name not in CONTEXT_WEIGHTS
+        }
+        of_context = {
+            layer.get_parameter(name) for layer in model.layers for name in CONTEXT_WEIGHTS
         }
         self._layers = [
             [p for p in params if layer_of.get(p) == index] for index in range(len(self._modules))
         ]
-        self._rest = [p for p in params if p not in layer_of]
+        self._context = [p for p in params if p in of_context]
+        self._rest = [p for p in params if p not in layer_of and p not in of_context]
         self._next = len(self._modules) - 1  # the layer whose sum begins next
+        self._context_begun = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -58,14 +64,22 @@ class BackwardSync:
                 handle.remove()
         self._begin_down_to(0)
 
+    def begin_context(self) -> None:
+        """Keys' and values' gradients are final: in the context's backward, or behind it."""
+        if not self._context_begun:
+            self._begin(self._context)
+        self._context_begun = True
+
     def finish(self) -> None:
         """After the context's backward: the remaining gradients, and the end of all sums.
 
-        Raises (as ``watching``): what GradSync raises.
+        Raises (as ``watching`` and ``begin_context``): what GradSync raises.
         """
-        self._sync.start(_gradients(self._rest))
+        self.begin_context()
+        self._begin(self._rest)
         self._sync.finish()
         self._next = len(self._modules) - 1
+        self._context_begun = False
 
     def _watch(self, index: int, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         # The gradient of its input is the last thing that a layer's backward pass makes. Token
@@ -76,11 +90,10 @@ class BackwardSync:
     def _begin_down_to(self, index: int) -> None:
         """Also called again for a layer that is recomputed."""
         while self._next >= index:
-            grads = _gradients(self._layers[self._next])
-            side_stream.join(grads[0].device)
-            self._sync.start(grads)
+            self._begin(self._layers[self._next])
             self._next -= 1
 
-
-def _gradients(params: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [p.grad for p in params if p.grad is not None]
+    def _begin(self, params: Sequence[nn.Parameter]) -> None:
+        grads = [p.grad for p in params if p.grad is not None]
+        side_stream.join(grads[0].device)
+        self._sync.start(grads)
