@@ -29,7 +29,7 @@ from benchmarks.step_parts import PARTS, breakdown, profiled
 from benchmarks.step_problem import CE, KL, KL_CE, SHAPES, Problem, Terms, make_problem
 from dflash_ext import ops
 from dflash_ext.drafter.fused import mark_gradients
-from dflash_ext.drafter.loss import train_batch
+from dflash_ext.drafter.loss import TeacherChunks, teacher_chunks, train_batch
 from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.optim import DrafterOptimizer
 
@@ -50,6 +50,10 @@ class Step:
         self.problem = problem
         self.optimizer = DrafterOptimizer(problem.model.named_parameters(), problem.train, 10**6)
         self.optimizer.zero_grads = False  # the backward pass overwrites
+        self.host_plan = problem.plan.to("cpu")
+        if problem.hidden.is_cuda:
+            torch.cuda.synchronize(problem.hidden.device)  # those copies do not wait
+        self.teachers: dict[tuple[Terms, int | None], TeacherChunks | None] = {}
 
     def run(
         self, terms: Terms, *, group: int | None = None, overlap: BackwardSync | None = None
@@ -60,12 +64,18 @@ class Step:
         if self.optimizer.flat is None:
             for parameter in self.optimizer.params:
                 parameter.grad = None
+        objective, key = problem.objective(terms), (terms, group)
+        if key not in self.teachers:
+            self.teachers[key] = teacher_chunks(
+                self.host_plan, objective.train, problem.head, group
+            )
         loss = train_batch(
             problem.model,
             problem.head,
             problem.plan,
             problem.hidden,
-            objective=problem.objective(terms),
+            objective=objective,
+            teachers=self.teachers[key],
             last_hidden=problem.last if terms.kl else None,
             group=group,
             overlap=overlap,

@@ -22,6 +22,10 @@ struct Arguments {
   const at::Tensor& n_rows;                         // []
   const std::optional<at::Tensor>& teacher_hidden;  // [T, H]
   const std::optional<at::Tensor>& teacher_index;   // [A, K]
+  // Where each different teacher state of a chunk of rows is projected once: their tokens, -1
+  // behind the last one, and where among its chunk's tokens a row's is.
+  const std::optional<at::Tensor>& teacher_tokens;  // [chunks, U]
+  const std::optional<at::Tensor>& teacher_place;   // [R] int32
 };
 
 struct Options {
@@ -48,7 +52,7 @@ inline Divergence divergence_of(std::string_view kl, double kl_weight) {
 inline int64_t check_draft_loss(const Arguments& arguments, const Options& options,
                                 std::optional<int64_t> valid_vocab) {
   const auto& [hidden, weight, labels, weights, weight_sum, rows, n_rows, teacher_hidden,
-               teacher_index] = arguments;
+               teacher_index, teacher_tokens, teacher_place] = arguments;
   CHECK_FLOATING(hidden);
   CHECK_DIM(hidden, 3);
   const int64_t blocks = hidden.size(0), block_size = hidden.size(1), width = hidden.size(2);
@@ -79,6 +83,18 @@ inline int64_t check_draft_loss(const Arguments& arguments, const Options& optio
     CHECK_SHAPE(*teacher_hidden, teacher_hidden->size(0), width);
     CHECK_DTYPE(*teacher_index, at::kLong);
     CHECK_SHAPE(*teacher_index, blocks, block_size);
+  }
+  TORCH_CHECK(teacher_tokens.has_value() == teacher_place.has_value() &&
+                  (teacher_hidden.has_value() || !teacher_tokens.has_value()),
+              "teacher_tokens, teacher_place: want both with a teacher, or none");
+  if (teacher_tokens.has_value()) {
+    const int64_t chunks = (rows.size(0) + options.chunk_rows - 1) / options.chunk_rows;
+    CHECK_SAME_DEVICE(*teacher_tokens, hidden);
+    CHECK_SAME_DEVICE(*teacher_place, hidden);
+    CHECK_DTYPE(*teacher_tokens, at::kLong);
+    CHECK_SHAPE(*teacher_tokens, chunks, teacher_tokens->size(1));
+    CHECK_DTYPE(*teacher_place, at::kInt);
+    CHECK_SHAPE(*teacher_place, rows.size(0));
   }
   TORCH_CHECK(!options.softcap.has_value() || *options.softcap > 0, "softcap: found ",
               *options.softcap, ", want > 0");

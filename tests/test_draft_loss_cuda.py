@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from cuda_waits import no_syncs
 from draft_loss_cases import (
     EVERYTHING,
     OPTIONS,
@@ -19,6 +20,7 @@ from draft_loss_cases import (
 from dflash_ext.ops import draft_loss
 from dflash_ext.ops.draft_loss import draft_loss_stats
 from dflash_ext.ops.draft_loss.naive import draft_loss_stats_naive
+from dflash_ext.ops.draft_loss.teacher import chunk_index, most_teachers, share_teachers
 from dflash_ext.ops.metric_add import WORD, new_accumulator
 
 pytestmark = [
@@ -291,6 +293,30 @@ def test_extreme_logits(dtype):
     limit = 1e-5 if dtype == torch.float32 else 2 * ROUNDING[dtype]
     assert error(found["loss"], wanted["loss"]) < limit
     assert found["gradient"].isfinite().all() and found["terms"].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("chunk_rows", [9, 16, 1000])
+@pytest.mark.parametrize(
+    "options",
+    [{"kl_weight": 1.0}, {"kl_weight": 0.5, "softcap": 30.0}, {"kl_weight": 0.5, "kl": "reverse"}],
+    ids=str,
+)
+def test_shared_teachers_change_no_bit(nan_poison, options, chunk_rows, dtype):
+    """Logits are exact, whatever the shape of their product."""
+    case = exact_case(8, 6, 1003, dtype)
+    index = chunk_index(case.teacher_index, case.rows, case.n_rows, 50, chunk_rows)
+    most = most_teachers(index, 50)
+    options = options | {"chunk_rows": chunk_rows}
+    wanted = case.run(draft_loss_stats, dtype, **options)
+    for bound in (most, most + 3):
+        found = case.run(draft_loss_stats, dtype, most_teachers=bound, **options)
+        for name in wanted:
+            assert found[name].equal(wanted[name]), name
+    with no_syncs():
+        share_teachers(case.teacher_index, case.rows, case.n_rows, 50, chunk_rows, most)
+    found = case.run(draft_loss_stats, dtype, most_teachers=most - 1, **options)
+    assert found["loss"].isnan()
 
 
 def test_teacher_equal_to_drafter_has_no_kl():

@@ -10,6 +10,7 @@ from step_cases import SPEC, TOKENS, build_loop, hidden_states, run
 from torch import Tensor
 
 from dflash_ext.acceptance import propose
+from dflash_ext.drafter import loss as loss_module
 from dflash_ext.drafter import shared_slots, side_stream
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.metrics import summarise
@@ -47,11 +48,12 @@ def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("group", [None, 16])
-@pytest.mark.parametrize("shared", [False, True], ids=["", "shared slots"])
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 def test_gradients_are_as_near_to_fp32_as_those_of_plain_bf16(
     objective, group, shared, monkeypatch
 ) -> None:
     monkeypatch.setattr(shared_slots, "ENABLED", shared)
+    monkeypatch.setattr(loss_module, "SHARE_TEACHERS", shared)
     train = OBJECTIVES[objective]
     want = gradients(build_loop("cpu", torch.float32, **train))
     plain = errors(gradients(build_loop("cpu", torch.bfloat16, **train)), want)
@@ -117,6 +119,17 @@ def test_weight_gradients_on_a_side_stream_change_no_bit(train, monkeypatch) -> 
         loop = build_loop("cuda", torch.bfloat16, steps=12, cuda_graph=cuda_graph, **train)
         assert_same(run(loop), plain)
     assert side_stream._sides
+
+
+def test_shared_rows_in_graphs_change_no_bit(monkeypatch) -> None:
+    monkeypatch.setattr(shared_slots, "ENABLED", True)
+    monkeypatch.setattr(loss_module, "SHARE_TEACHERS", True)
+    monkeypatch.setattr(side_stream, "ENABLED", True)
+    train = {"steps": 12, "kl_weight": 0.3}
+    eager = run(build_loop("cuda", torch.bfloat16, **train))
+    loop = build_loop("cuda", torch.bfloat16, cuda_graph=True, **train)
+    assert_same(run(loop), eager)
+    assert loop.graphs is not None and all(key[0][3] is not None for key in loop.graphs._graphs)
 
 
 def test_evaluation_between_replays_changes_no_bit() -> None:

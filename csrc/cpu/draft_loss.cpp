@@ -156,7 +156,9 @@ Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight, const
                        const at::Tensor& weights, const at::Tensor& weight_sum,
                        const at::Tensor& rows, const at::Tensor& n_rows,
                        const std::optional<at::Tensor>& teacher_hidden,
-                       const std::optional<at::Tensor>& teacher_index, double ce_weight,
+                       const std::optional<at::Tensor>& teacher_index,
+                       const std::optional<at::Tensor>& teacher_tokens,
+                       const std::optional<at::Tensor>& teacher_place, double ce_weight,
                        double kl_weight, std::string_view kl, double cap_lambda,
                        std::optional<double> dpace_alpha, std::optional<double> softcap,
                        double logit_scale, int64_t chunk_rows, std::optional<int64_t> valid_vocab,
@@ -165,9 +167,11 @@ Outputs draft_loss_cpu(const at::Tensor& hidden, const at::Tensor& weight, const
   const Options options{ce_weight,   kl_weight,   divergence_of(kl, kl_weight),
                         cap_lambda,  dpace_alpha, softcap,
                         logit_scale, chunk_rows,  need_grad};
-  const int64_t vocab = check_draft_loss(
-      {hidden, weight, labels, weights, weight_sum, rows, n_rows, teacher_hidden, teacher_index},
-      options, valid_vocab);
+  // Which teacher states rows share is of use to GPUs only.
+  const int64_t vocab =
+      check_draft_loss({hidden, weight, labels, weights, weight_sum, rows, n_rows, teacher_hidden,
+                        teacher_index, teacher_tokens, teacher_place},
+                       options, valid_vocab);
   Rows picked = select_rows(hidden, labels, rows, *n_rows.const_data_ptr<int64_t>(), vocab,
                             teacher_hidden, teacher_index);
   const double denominator = weight_sum.item<double>();

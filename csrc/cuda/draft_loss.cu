@@ -152,13 +152,20 @@ Outputs draft_loss_impl(const Arguments& arguments, const Options& options, int6
     C10_CUDA_CHECK(cudaGetLastError());
   }
 
-  const int64_t chunk_rows = std::min(options.chunk_rows, capacity), parts = with_teacher ? 2 : 1;
+  const int64_t chunk_rows = std::min(options.chunk_rows, capacity);
+  const bool shared = arguments.teacher_tokens.has_value();
+  const auto teacher_rows = [&](int64_t count) {  // of a chunk of so many
+    if (!with_teacher) return int64_t{0};
+    return shared ? std::min(count, arguments.teacher_tokens->size(1)) : count;
+  };
+  const int64_t most_rows = chunk_rows + teacher_rows(chunk_rows);
   const int64_t padded = (vocab + 63) / 64 * 64;
-  const at::Tensor states = at::empty({parts * chunk_rows, width}, hidden.options());
-  const at::Tensor logits = at::empty({parts * chunk_rows, padded}, hidden.options());
+  const at::Tensor states = at::empty({most_rows, width}, hidden.options());
+  const at::Tensor logits = at::empty({most_rows, padded}, hidden.options());
   const at::Tensor gradient = at::empty({options.need_grad ? capacity : 0, width}, acc);
   const at::Tensor row_labels = at::empty({chunk_rows}, hidden.options().dtype(at::kInt));
   const at::Tensor row_slots = at::empty({chunk_rows}, ids);
+  const at::Tensor row_teachers = at::empty_like(row_labels);
   const Head head(arguments.weight, vocab);
 
   GatherParams gather{};
@@ -176,7 +183,7 @@ Outputs draft_loss_impl(const Arguments& arguments, const Options& options, int6
   gather.row_labels = row_labels.mutable_data_ptr<int32_t>();
   gather.row_slots = row_slots.mutable_data_ptr<int64_t>();
   gather.row_of = row_of.mutable_data_ptr<int64_t>();
-  at::Tensor teacher, teacher_index;
+  at::Tensor teacher, teacher_index, tokens, place;
   if (with_teacher) {
     teacher = contiguous_rows(*arguments.teacher_hidden);
     teacher_index = arguments.teacher_index->contiguous();
@@ -185,12 +192,19 @@ Outputs draft_loss_impl(const Arguments& arguments, const Options& options, int6
     gather.teacher_stride = teacher.stride(0) * item;
     gather.teachers = teacher.size(0);
   }
+  if (shared) {
+    tokens = arguments.teacher_tokens->contiguous();
+    place = arguments.teacher_place->contiguous();
+    gather.place = place.const_data_ptr<int32_t>();
+    gather.row_teachers = row_teachers.mutable_data_ptr<int32_t>();
+  }
 
   RowParams<acc_t> row_params{};
   row_params.logits = logits.mutable_data_ptr();
   row_params.stride = padded;
   row_params.labels = gather.row_labels;
   row_params.slots = gather.row_slots;
+  row_params.teachers = gather.row_teachers;
   row_params.n_rows = gather.n_rows;
   row_params.vocab = static_cast<int>(vocab);
   row_params.coefficients = {options.ce_weight,
@@ -209,8 +223,13 @@ Outputs draft_loss_impl(const Arguments& arguments, const Options& options, int6
     const int64_t count = std::min(chunk_rows, capacity - first);
     gather.first = row_params.first = first;
     gather.count = row_params.count = count;
+    gather.teacher_rows = teacher_rows(count);
+    if (shared) {
+      gather.tokens = tokens.const_data_ptr<int64_t>() + first / chunk_rows * tokens.size(1);
+    }
+    const int64_t projected = count + gather.teacher_rows;
     C10_CUDA_CHECK(launch_gather(gather, stream));
-    head.project(states.narrow(0, 0, parts * count), logits.narrow(0, 0, parts * count));
+    head.project(states.narrow(0, 0, projected), logits.narrow(0, 0, projected));
     run_rows<T>(options.kl, row_params, stream);
     if (options.need_grad) {
       head.project_back(logits.narrow(0, 0, count), gradient.narrow(0, first, count));
@@ -244,14 +263,17 @@ Outputs draft_loss_cuda(const at::Tensor& hidden, const at::Tensor& weight,
                         const at::Tensor& labels, const at::Tensor& weights,
                         const at::Tensor& weight_sum, const at::Tensor& rows,
                         const at::Tensor& n_rows, const std::optional<at::Tensor>& teacher_hidden,
-                        const std::optional<at::Tensor>& teacher_index, double ce_weight,
+                        const std::optional<at::Tensor>& teacher_index,
+                        const std::optional<at::Tensor>& teacher_tokens,
+                        const std::optional<at::Tensor>& teacher_place, double ce_weight,
                         double kl_weight, std::string_view kl, double cap_lambda,
                         std::optional<double> dpace_alpha, std::optional<double> softcap,
                         double logit_scale, int64_t chunk_rows, std::optional<int64_t> valid_vocab,
                         bool need_grad) {
   CHECK_CUDA(hidden);
-  const Arguments arguments{hidden, weight, labels,         weights,      weight_sum,
-                            rows,   n_rows, teacher_hidden, teacher_index};
+  const Arguments arguments{hidden,        weight,         labels,       weights,
+                            weight_sum,    rows,           n_rows,       teacher_hidden,
+                            teacher_index, teacher_tokens, teacher_place};
   const Options options{ce_weight,   kl_weight,   divergence_of(kl, kl_weight),
                         cap_lambda,  dpace_alpha, softcap,
                         logit_scale, chunk_rows,  need_grad};

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -39,13 +40,17 @@ struct GatherParams {
   const char* teacher;           // [T, H] or null
   const int64_t* teacher_index;  // [A, K]
   int64_t teacher_stride, teachers;
+  const int64_t* tokens;  // [teacher_rows] of this chunk, -1: none; null: a teacher for each row
+  const int32_t* place;   // [R]: where among a chunk's tokens a row's teacher is
+  int64_t teacher_rows;
   const int64_t* labels;  // [A, K]
   int64_t vocab;
   int64_t row_bytes;
-  char* states;         // [count, H], or [2 count, H] with the teacher's rows behind
-  int32_t* row_labels;  // [count]
-  int64_t* row_slots;   // [count]
-  int64_t* row_of;      // [slots]: the row that projects a slot
+  char* states;           // [count, H], or [count + teacher_rows, H] with the teachers' behind
+  int32_t* row_labels;    // [count]
+  int64_t* row_slots;     // [count]
+  int32_t* row_teachers;  // [count], with tokens: which of `states`
+  int64_t* row_of;        // [slots]: the row that projects a slot
 };
 
 // Nothing here can raise an error: what an index out of range would name is NaN, which then shows
@@ -54,9 +59,13 @@ template <typename Unit>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherParams p) {
   const int64_t i = blockIdx.x, row = p.first + i;
   const bool is_teacher = blockIdx.y == 1;
-  const bool live = row < *p.n_rows;
+  if (i >= (is_teacher ? p.teacher_rows : p.count)) return;
+  const bool shared = p.tokens != nullptr;
+  const bool live = is_teacher && shared ? p.tokens[i] >= 0 : row < *p.n_rows;
   const char* source = nullptr;
-  if (live) {
+  if (is_teacher && shared) {
+    if (live && p.tokens[i] < p.teachers) source = p.teacher + p.tokens[i] * p.teacher_stride;
+  } else if (live) {
     const int64_t slot = p.rows[row];
     const bool valid = slot >= 0 && slot < p.slots;
     const int64_t label = valid ? p.labels[slot] : -1;
@@ -65,13 +74,17 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
       const int64_t index = valid ? p.teacher_index[slot] : -1;
       if (index >= 0 && index < p.teachers) source = p.teacher + index * p.teacher_stride;
     } else {
-      if (labelled) {
+      // More tokens than there is room for show as an index out of range does.
+      const int64_t place = shared ? p.place[row] : 0;
+      const bool taught = place >= 0 && (!shared || place < p.teacher_rows);
+      if (labelled && taught) {
         source =
             p.hidden + slot / p.block_size * p.block_stride + slot % p.block_size * p.slot_stride;
       }
       if (threadIdx.x == 0) {
         p.row_labels[i] = labelled ? label : 0;
         p.row_slots[i] = valid ? slot : -1;
+        if (shared) p.row_teachers[i] = static_cast<int32_t>(p.count + (taught ? place : 0));
         if (valid) p.row_of[slot] = row;
       }
     }
@@ -87,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
 }
 
 inline cudaError_t launch_gather(const GatherParams& p, cudaStream_t stream) {
-  const dim3 grid(p.count, p.teacher != nullptr ? 2 : 1);
+  const dim3 grid(std::max(p.count, p.teacher_rows), p.teacher != nullptr ? 2 : 1);
   const int64_t bits = reinterpret_cast<int64_t>(p.hidden) | p.block_stride | p.slot_stride |
                        reinterpret_cast<int64_t>(p.teacher) | p.teacher_stride | p.row_bytes;
   if (bits % 16 == 0) {

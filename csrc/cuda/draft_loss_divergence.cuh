@@ -32,12 +32,12 @@ DFLASH_INLINE T log1p_fraction(T x) {
 }  // namespace on_gpu
 
 template <Divergence kKind, typename T, typename acc_t>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 1)  // without the 1 registers spill
     divergence_rows_kernel(const __grid_constant__ RowParams<acc_t> p) {
   const int64_t row = blockIdx.x;
   if (row >= p.live()) return;
   T* z = static_cast<T*>(p.logits) + row * p.stride;
-  const T* t = z + p.count * p.stride;
+  const T* t = static_cast<const T*>(p.logits) + p.teacher_of(row) * p.stride;
   const RowCoefficients& o = p.coefficients;
   const Logit<acc_t> logit(o);
   const int tid = threadIdx.x, label = p.labels[row];

@@ -41,17 +41,22 @@ struct RowCoefficients {
 // The rows of a chunk that starts at row `first`; those from n_rows on are not looked at.
 template <typename acc_t>
 struct RowParams {
-  void* logits;           // [count, stride]; with a teacher [2 count, stride], its rows behind
-  int64_t stride, count;  // stride in elements
-  const int32_t* labels;  // [count] in [0, vocab)
-  const int64_t* slots;   // [count], -1 where the index of a row was out of range
-  const int64_t* n_rows;  // []
+  void* logits;             // [count, stride], with a teacher's rows behind
+  int64_t stride, count;    // stride in elements
+  const int32_t* labels;    // [count] in [0, vocab)
+  const int64_t* slots;     // [count], -1 where the index of a row was out of range
+  const int32_t* teachers;  // [count]: where in logits a row's teacher is; null: count rows behind
+  const int64_t* n_rows;    // []
   int64_t first;
   int vocab;
   RowCoefficients coefficients;
   acc_t* terms;   // [slots, 4]: loss, ce, kl, cap
   int64_t* rank;  // [slots]
   acc_t* lse;     // [slots]
+
+  __device__ __forceinline__ int64_t teacher_of(int64_t row) const {
+    return teachers == nullptr ? row + count : teachers[row];
+  }
 
   __device__ __forceinline__ int64_t live() const {
     const int64_t left = *n_rows - first;
@@ -125,9 +130,9 @@ __global__ void __launch_bounds__(kRowThreads)
     loss_rows_kernel(const __grid_constant__ RowParams<acc_t> p) {
   const int64_t row = blockIdx.x;
   if (row >= p.live()) return;
-  T* z = static_cast<T*>(p.logits) + row * p.stride;
-  const T* t = z + p.count * p.stride;
   const RowCoefficients& o = p.coefficients;
+  T* z = static_cast<T*>(p.logits) + row * p.stride;
+  const T* t = o.with_teacher ? z + (p.teacher_of(row) - row) * p.stride : z;
   const Logit<acc_t> logit(o);
   const int tid = threadIdx.x, label = p.labels[row];
   const auto add = [](acc_t a, acc_t b) { return a + b; };

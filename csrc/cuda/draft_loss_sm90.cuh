@@ -74,17 +74,17 @@ class ClusterBlock {
 
   // One thread: rows in, gradients out.
   __device__ __forceinline__ void copy() {
-    int64_t to_fetch = begin_;
-    for (int stage = 0; stage < plan_.stages; ++stage, to_fetch += step_) fetch(to_fetch, stage);
+    int64_t to_fetch = begin_, teacher = teacher_of(begin_);
+    for (int stage = 0; stage < plan_.stages; ++stage) fetch(to_fetch, teacher, stage);
     int stage = 0;
     uint32_t parity = 0;
-    for (int64_t row = begin_; row < live_; row += step_, to_fetch += step_) {
+    for (int64_t row = begin_; row < live_; row += step_) {
       sm90::wait(address(shared_.finished[stage]), parity);
       if (p_.coefficients.need_grad && vectors_ > 0) {
         sm90::copy_out(row_start(row), sm90::shared_address(slice(stage).z), 16 * vectors_);
         sm90::wait_copied_out();
       }
-      fetch(to_fetch, stage);
+      fetch(to_fetch, teacher, stage);
       advance(stage, parity);
     }
   }
@@ -173,7 +173,18 @@ class ClusterBlock {
     return static_cast<T*>(p_.logits) + row * p_.stride + first_ * kVector;
   }
 
-  __device__ __forceinline__ void fetch(int64_t row, int stage) {
+  __device__ __forceinline__ int64_t teacher_of(int64_t row) const {
+    return kTeacher && row < live_ ? p_.teacher_of(row) : 0;
+  }
+
+  // Moves both on to the next row: where its teacher is will be known when it is to be fetched.
+  __device__ __forceinline__ void fetch(int64_t& row, int64_t& teacher, int stage) {
+    fetch_rows(row, teacher, stage);
+    row += step_;
+    teacher = teacher_of(row);
+  }
+
+  __device__ __forceinline__ void fetch_rows(int64_t row, int64_t teacher, int stage) {
     if (row >= live_) return;
     const uint32_t filled = address(shared_.filled[stage]), bytes = 16 * vectors_;
     if (bytes == 0) {
@@ -184,7 +195,7 @@ class ClusterBlock {
     sm90::arrive_expect(filled, kTeacher ? 2 * bytes : bytes);
     sm90::copy_in(sm90::shared_address(to.z), row_start(row), bytes, filled);
     if constexpr (kTeacher) {
-      sm90::copy_in(sm90::shared_address(to.t), row_start(row + p_.count), bytes, filled);
+      sm90::copy_in(sm90::shared_address(to.t), row_start(teacher), bytes, filled);
     }
   }
 

@@ -23,6 +23,7 @@ from dflash_ext.drafter.loss import (
     forward_backward,
     live_chunks,
     live_grain,
+    teacher_chunks,
 )
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.noise import with_noise
@@ -188,7 +189,11 @@ class DrafterTrainLoop:
         it is the last one and no other drafter has a part in it."""
         train, plan = self.cfg.train, slot.plan_on_device()
         assert slot.ticket is not None
-        chunks = live_chunks(slot.ticket.plan, train.anchor_group, live_grain(train))
+        grain = live_grain(train)
+        chunks = live_chunks(slot.ticket.plan, train.anchor_group, grain)
+        teachers = teacher_chunks(
+            slot.ticket.plan, train, self.head, train.anchor_group, chunks * grain
+        )
         hidden = with_noise(slot.hidden, plan, train.noise_std, train.seed)
         first, last = index == 0, index == train.grad_accum - 1
         update = last and self.world == 1
@@ -204,6 +209,7 @@ class DrafterTrainLoop:
                 last_hidden=slot.last_hidden,
                 group=train.anchor_group,
                 chunks=chunks,
+                teachers=teachers,
                 overlap=self.overlap if last else None,
             )
             return stats, self.optimizer.update() if update else None
@@ -211,7 +217,7 @@ class DrafterTrainLoop:
         if self.graphs is None:
             stats, norm = work()
         else:
-            stats, norm = self.graphs((first, update, chunks), slot, work)
+            stats, norm = self.graphs((first, update, chunks, teachers), slot, work)
         self.nonfinite.batch(index, torch.stack([group.loss for group in stats]).sum())
         add_metrics(
             self.stream.acc,

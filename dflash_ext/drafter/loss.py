@@ -4,7 +4,8 @@ Letters: A anchors, K slots, T packed tokens, L captured layers, H hidden, R pro
 """
 
 import dataclasses
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +18,8 @@ from dflash_ext.drafter.context import ContextSums, TrainContext
 from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.layout import BlockLayout
-from dflash_ext.ops.draft_loss import draft_loss_stats
+from dflash_ext.ops.draft_loss import default_chunk_rows, draft_loss_stats
+from dflash_ext.ops.draft_loss.teacher import chunk_index, most_teachers
 from dflash_ext.ops.metric_add import metric_add
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 ROW_ALIGN = 128
 LIVE_GRAIN = 2048  # rows: each number of grains that hold the live ones has CUDA graphs of its own
+TEACHER_GRAIN = 128  # the same of different teachers
+# Off until it has been measured.
+SHARE_TEACHERS = os.environ.get("DFLASH_SHARED_TEACHER") == "1"
 
 
 class LossStats(NamedTuple):
@@ -37,6 +42,13 @@ class LossStats(NamedTuple):
     terms: Tensor  # [A, K, 4]: loss, ce, kl, cap, unweighted
     rank: Tensor  # [A, K] int64
     weights: Tensor  # [A, K]: those that multiplied the terms
+
+
+class TeacherChunks(NamedTuple):
+    """Rows of logits at a time, and how many different teachers they have at most."""
+
+    rows: int
+    most: int
 
 
 class Objective:
@@ -81,8 +93,12 @@ class Objective:
         ctx_kv: ContextKV | list[ContextSums],
         plan: "BatchPlan",
         last_hidden: Tensor | None = None,
+        teachers: TeacherChunks | None = None,
     ) -> LossStats:
-        """Run the plan's blocks; `last_hidden` [T, H] is the teacher of the KL term."""
+        """Run the plan's blocks; `last_hidden` [T, H] is the teacher of the KL term.
+
+        With `teachers` (`teacher_chunks`) a GPU projects a teacher that several slots have once.
+        """
         # A slot's label is the token that sits there, which a clean slot shows.
         block_ids = self.layout.input_ids(plan.labels, model.spec.mask_token_id, plan.prefix)
         train = self.train
@@ -112,7 +128,8 @@ class Objective:
             dpace_alpha=train.dpace_alpha,
             softcap=head.softcap,
             logit_scale=head.logit_scale,
-            chunk_rows=train.loss_chunk_rows,
+            chunk_rows=train.loss_chunk_rows if teachers is None else teachers.rows,
+            most_teachers=None if teachers is None else teachers.most,
             valid_vocab=head.valid_vocab,
         )
         stats = LossStats(loss, terms, rank, weights)
@@ -163,6 +180,50 @@ def plan_group(plan: "BatchPlan", start: int, stop: int) -> "BatchPlan":
     )
 
 
+def plan_parts(plan: "BatchPlan", group: int | None, bound: int | None) -> Iterator["BatchPlan"]:
+    """The plan in groups of anchors, each with its first `bound` rows at most."""
+    total = plan.anchors.shape[0]
+    group = total if group is None else group
+    for start in range(0, total, group):
+        stop = min(start + group, total)
+        part = plan if stop - start == total else plan_group(plan, start, stop)
+        yield part if bound is None else dataclasses.replace(part, rows=part.rows[:bound])
+
+
+def teacher_chunks(
+    plan: "BatchPlan",
+    train: TrainConfig,
+    head: FrozenHead,
+    group: int | None,
+    bound: int | None = None,
+) -> TeacherChunks | None:
+    """How to cut the rows of a plan on the host for `Objective.stats`, if that is of use.
+
+    group, bound: as in `plan_parts`.
+    """
+    weight = head.head_weight
+    if not SHARE_TEACHERS or not train.kl_weight or weight.device.type != "cuda":
+        return None
+    limit = train.loss_chunk_rows or default_chunk_rows(
+        "cuda", weight.shape[0], weight.element_size(), teacher=True
+    )
+    return count_teachers(list(plan_parts(plan, group, bound)), limit)
+
+
+def count_teachers(parts: list["BatchPlan"], limit: int) -> TeacherChunks | None:
+    """Equal chunks of at most `limit` rows each, or None if nearly all teachers differ in one."""
+    capacity = max(part.rows.shape[0] for part in parts)
+    even = -(-capacity // max(1, -(-capacity // limit)))
+    rows = max(1, min(limit, -(-even // ROW_ALIGN) * ROW_ALIGN))
+    most = 0
+    for part in parts:
+        tokens = part.doc_start.shape[0]
+        index = chunk_index(part.teacher_index, part.rows, part.n_rows, tokens, rows)
+        most = max(most, most_teachers(index, tokens))
+    most = max(1, -(-most // TEACHER_GRAIN)) * TEACHER_GRAIN
+    return TeacherChunks(rows, most) if most < rows else None
+
+
 def live_grain(train: TrainConfig) -> int:
     """Rows of a unit in which rows without a weight are left out. Chunks may be longer: the last
     one of a batch is cut."""
@@ -205,6 +266,7 @@ def train_batch(
     acc: Tensor | None = None,
     measured: bool = True,
     group: int | None = None,
+    teachers: TeacherChunks | None = None,
     overlap: BackwardSync | None = None,
 ) -> Tensor:
     """`forward_backward` of one batch, counted in the metric accumulator; returns the loss []."""
@@ -216,6 +278,7 @@ def train_batch(
         objective=objective,
         last_hidden=last_hidden,
         group=group,
+        teachers=teachers,
         overlap=overlap,
     )
     if acc is not None:
@@ -233,6 +296,7 @@ def forward_backward(
     last_hidden: Tensor | None = None,
     group: int | None = None,
     chunks: int | None = None,
+    teachers: TeacherChunks | None = None,
     overlap: BackwardSync | None = None,
 ) -> list[LossStats]:
     """Add a batch's gradients to the parameters' .grad or main_grad; what each group's loss was.
@@ -241,24 +305,19 @@ def forward_backward(
     at a time and memory is bounded by one group; the context's keys and values are computed once,
     their gradients added up over the groups, and the gradients are the same up to summation order.
     `chunks` (`live_chunks` of `live_grain` rows) bounds the rows that are multiplied; no bit of a
-    row depends on it.
+    row depends on it. `teachers`: as `teacher_chunks` found them for these groups and this bound.
     `overlap` begins to sum gradients over the drafters as they become final; its `finish` is still
     to be called. Only for the last batch of an optimizer step.
     """
     positions = torch.arange(plan.doc_start.shape[0], device=plan.doc_start.device) - plan.doc_start
     context = TrainContext(model, hidden, positions)
-    total = plan.anchors.shape[0]
-    group = total if group is None else group
+    bound = None if chunks is None else chunks * live_grain(objective.train)
+    left = plan.anchors.shape[0]
     stats = []
-    for start in range(0, total, group):
-        stop = min(start + group, total)
-        part = plan if stop - start == total else plan_group(plan, start, stop)
-        if chunks is not None:
-            rows = part.rows[: chunks * live_grain(objective.train)]
-            part = dataclasses.replace(part, rows=rows)
-        last = stop == total
-        with overlap.watching() if overlap is not None and last else nullcontext():
-            found = objective.stats(model, head, context.layers, part, last_hidden)
+    for part in plan_parts(plan, group, bound):
+        left -= part.anchors.shape[0]
+        with overlap.watching() if overlap is not None and left == 0 else nullcontext():
+            found = objective.stats(model, head, context.layers, part, last_hidden, teachers)
             found.loss.backward()
         stats.append(found._replace(loss=found.loss.detach()))
     context.backward(overlap.begin_context if overlap is not None else None)

@@ -16,11 +16,14 @@ using dflash::loss::RowParams;
 // All logits are 0: the label's rank is its id, and the cross entropy is log(vocab). The last row
 // is dead.
 template <typename T, typename acc_t, typename Launch>
-void rows(int count, int vocab, bool teacher, double softcap, const Launch& launch) {
+void rows(int count, int vocab, bool teacher, double softcap, const Launch& launch,
+          bool shared = false) {
   RowParams<acc_t> p{};
   p.stride = (vocab + 63) / 64 * 64;
   p.count = count;
-  p.logits = on_device(std::vector<T>((teacher ? 2 : 1) * count * p.stride));
+  const int teachers = shared ? 1 : teacher ? count : 0;
+  p.logits = on_device(std::vector<T>((count + teachers) * p.stride));
+  if (shared) p.teachers = on_device(std::vector<int32_t>(count, count));
   std::vector<int32_t> labels(count);
   std::vector<int64_t> slots(count);
   for (int row = 0; row < count; ++row) labels[row] = row * 31 % vocab, slots[row] = row;
@@ -50,6 +53,7 @@ void rows_of_16_bits() {
     for (const bool teacher : {false, true}) {
       rows<T, float>(3, vocab, teacher, 0, dflash::loss::launch_loss_rows<T, float>);
     }
+    rows<T, float>(3, vocab, true, 0, dflash::loss::launch_loss_rows<T, float>, true);
   }
 }
 
@@ -72,13 +76,14 @@ void rows_in_clusters() {
     rows<T, float>(3, vocab, false, 0, launch_loss_cluster<T, false, false>);
     rows<T, float>(3, vocab, false, 30, launch_loss_cluster<T, false, true>);
     rows<T, float>(3, vocab, true, 0, launch_loss_cluster<T, true, false>);
+    rows<T, float>(3, vocab, true, 0, launch_loss_cluster<T, true, false>, true);
     rows<T, float>(3, vocab, true, 30, launch_loss_cluster<T, true, true>);
   }
 }
 
 // Slots of two blocks into rows and back; the last row is dead.
 template <typename T, typename acc_t>
-void around(int width, bool dpace) {
+void around(int width, bool dpace, bool shared) {
   constexpr int64_t kBlocks = 2, kBlockSize = 4, kSlots = kBlocks * kBlockSize, kRows = 5;
   const std::vector<int64_t> slot_of = {1, 2, 3, 6, 7};
   acc_t* terms = on_device(std::vector<acc_t>(4 * kSlots));
@@ -104,7 +109,14 @@ void around(int width, bool dpace) {
   gather.teachers = 3;
   gather.labels = on_device(std::vector<int64_t>(kSlots, 4));
   gather.vocab = 9;
-  gather.states = on_device(std::vector<char>(2 * kRows * row_bytes, 7));
+  gather.teacher_rows = shared ? 4 : kRows;
+  if (shared) {
+    gather.tokens = on_device<int64_t>({0, 1, 2, -1});
+    gather.place = on_device<int32_t>({1, 2, 0, 0, -1});
+    gather.row_teachers = on_device(std::vector<int32_t>(kRows));
+  }
+  const int64_t bytes = (kRows + gather.teacher_rows) * row_bytes;
+  gather.states = on_device(std::vector<char>(bytes, 7));
   gather.row_labels = on_device(std::vector<int32_t>(kRows));
   gather.row_slots = on_device(std::vector<int64_t>(kRows));
   gather.row_of = row_of;
@@ -123,7 +135,8 @@ void around(int width, bool dpace) {
                                                 d_hidden, nullptr)),
         "scatter");
   check(cudaDeviceSynchronize(), "draft_loss");
-  expect(read_back(gather.states + 2 * kRows * row_bytes - 1), 0, "dead row");
+  expect(read_back(gather.states + bytes - 1), 0, "dead row");
+  if (shared) expect(read_back(gather.row_teachers + 1), kRows + 2, "teacher of a row");
   expect(read_back(gather.row_slots + 3), 6, "slot of a row");
   expect(read_back(row_of + 6), 3, "row of a slot");
   expect(read_back(row_of + 7), -1, "slot without a row");
@@ -147,10 +160,11 @@ int main() {
     rows_in_clusters<__half>();
     rows_in_clusters<__nv_bfloat16>();
   }
-  around<__half, float>(24, false);
-  around<__nv_bfloat16, float>(5, true);
-  around<float, float>(6, true);
-  around<double, double>(3, false);
+  around<__half, float>(24, false, false);
+  around<__nv_bfloat16, float>(24, false, true);
+  around<__nv_bfloat16, float>(5, true, false);
+  around<float, float>(6, true, false);
+  around<double, double>(3, false, false);
   std::printf("done\n");
   return 0;
 }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.ops.draft_loss.naive import accumulate_dtype
+from dflash_ext.ops.draft_loss.teacher import share_teachers
 from dflash_ext.ops.metric_add import metric_add
 
 __all__ = ["DIVERGENCES", "draft_loss", "draft_loss_stats"]
@@ -49,6 +50,7 @@ def draft_loss_stats(
     logit_scale: float = 1.0,
     chunk_rows: int | None = None,
     valid_vocab: int | None = None,
+    most_teachers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """draft_loss, and what its pass over the logits saw: (loss, terms, rank, lse, used weights).
 
@@ -56,6 +58,9 @@ def draft_loss_stats(
     ids that come before the label (0: it is the argmax; ties by lowest index), lse[A,K] the
     log-sum-exp, and the used weights[A,K] those that multiplied the terms (D-PACE's if on). Slots
     outside rows[:n_rows] have terms and lse 0 and rank valid_vocab. Only loss has a gradient.
+
+    `most_teachers` bounds the different teachers of each run of chunk_rows rows. A GPU then
+    projects each once; where there are more, the loss is NaN.
     """
     if kl not in DIVERGENCES:
         raise ValueError(f"kl: found {kl!r}, want {', '.join(DIVERGENCES)}")
@@ -72,6 +77,11 @@ def draft_loss_stats(
             hidden.element_size(),
             teacher=teacher_hidden is not None,
         )
+    shared: tuple[Tensor, ...] = ()
+    if teacher_hidden is not None and most_teachers is not None and hidden.is_cuda:
+        assert teacher_index is not None
+        tokens = teacher_hidden.shape[0]
+        shared = share_teachers(teacher_index, rows, n_rows, tokens, chunk_rows, most_teachers)
     loss, _, terms, rank, lse, used = torch.ops.dflash_ext.draft_loss.default(
         hidden,
         weight,
@@ -82,6 +92,7 @@ def draft_loss_stats(
         n_rows,
         None if teacher_hidden is None else teacher_hidden.detach(),
         teacher_index,
+        *shared,
         ce_weight=ce_weight,
         kl_weight=kl_weight,
         kl=kl,
@@ -183,6 +194,8 @@ def _(
     n_rows: Tensor,
     teacher_hidden: Tensor | None = None,
     teacher_index: Tensor | None = None,
+    teacher_tokens: Tensor | None = None,
+    teacher_place: Tensor | None = None,
     *,
     need_grad: bool = True,
     **options: object,
@@ -206,6 +219,7 @@ def _save_gradient(
 ) -> None:
     # The gradient is made by the forward pass; everything but the loss is a by-product of it.
     _, d_hidden, *statistics = output
+    ctx.num_inputs = len(inputs)
     ctx.mark_non_differentiable(d_hidden, *statistics)
     ctx.save_for_backward(d_hidden)
 
@@ -214,7 +228,7 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, .
     (d_hidden,) = ctx.saved_tensors
     # As a vector of one the factor is not rounded to 16 bits first.
     scaled = torch.ops.dflash_ext.scale_gradient.default(d_hidden, grad_loss.reshape(1))
-    return (scaled, *[None] * 8)
+    return (scaled, *[None] * (ctx.num_inputs - 1))
 
 
 torch.library.register_autograd("dflash_ext::draft_loss", _backward, setup_context=_save_gradient)
