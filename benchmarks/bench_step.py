@@ -54,6 +54,7 @@ class Step:
         if problem.hidden.is_cuda:
             torch.cuda.synchronize(problem.hidden.device)  # those copies do not wait
         self.teachers: dict[tuple[Terms, int | None], TeacherChunks | None] = {}
+        self.norm: Tensor | None = None  # of the gradients, where their sum has found it
 
     def run(
         self, terms: Terms, *, group: int | None = None, overlap: BackwardSync | None = None
@@ -80,8 +81,7 @@ class Step:
             group=group,
             overlap=overlap,
         )
-        if overlap is not None:
-            overlap.finish()
+        self.norm = overlap.finish() if overlap is not None else None
         return loss
 
     def gradients(self) -> dict[str, Tensor]:

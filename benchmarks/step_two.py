@@ -173,7 +173,7 @@ class Drafter:
             self.gradients = [p.grad for p in params if p.grad is not None]
             if together and sums == "late":
                 self.sync.all_reduce(self.gradients)
-            self.step.optimizer.step(self.done)
+            self.step.optimizer.step(self.done, self.step.norm)
             self.done += 1
 
     def timed(self, steps: int, phase: str) -> None:

@@ -51,8 +51,8 @@ class MeetOnly(GradSync):
     """The ranks meet as often as for sums, of which there are none."""
 
     def start(self, grads: Sequence[torch.Tensor]) -> None:
+        plan = self._plan(grads)
+        plan.gather(grads)
         self._meet("all-reduce")
         self._meet("all-reduce")
-
-    def finish(self) -> None:
-        pass
+        self._started.append((plan, grads, []))

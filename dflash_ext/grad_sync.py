@@ -173,8 +173,11 @@ class GradSync:
         if self._on_gpu:
             self._meet("all-reduce")
 
-    def finish(self) -> None:
-        """Ends all sums begun since the last call; on a GPU, for the current stream."""
+    def finish(self, ended: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+        """Ends all sums begun since the last call; on a GPU, for the current stream.
+
+        ended: called with each part in turn as soon as its sums may be used, while later ones run.
+        """
         for plan, grads, works in self._started:
             if isinstance(works, int):
                 self._finish_copies(works, "all-reduce")
@@ -182,6 +185,8 @@ class GradSync:
                 for work in works:
                     self._wait(work, "all-reduce")
             plan.scatter(grads)
+            if ended is not None:
+                ended(grads)
         self._started = []
 
     def _start_copies(self, vectors: list[Tensor]) -> int:

@@ -46,8 +46,17 @@ def lr_at(step: int | Fraction, total_steps: int | Fraction, cfg: TrainConfig) -
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     """L2 norm over all elements of all tensors: [] fp32, accumulated in fp32, without a sync."""
-    norms = torch._foreach_norm(list(tensors), 2.0, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms))
+    return total_norm(norms_of(tensors))
+
+
+def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The L2 norm of each tensor: [] fp32."""
+    return list(torch._foreach_norm(list(tensors), 2.0, dtype=torch.float32))
+
+
+def total_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of all elements, from each tensor's own."""
+    return torch.linalg.vector_norm(torch.stack(list(norms)))
 
 
 class DrafterOptimizer:
@@ -132,17 +141,20 @@ class DrafterOptimizer:
         self.rate = self.lr_at(step)
         self.lr.fill_(self.rate)
 
-    def step(self, step: int) -> Tensor:
+    def step(self, step: int, norm: Tensor | None = None) -> Tensor:
         """``set_lr`` and ``update``."""
         self.set_lr(step)
-        return self.update()
+        return self.update(norm)
 
     @torch.no_grad()
-    def update(self) -> Tensor:
+    def update(self, norm: Tensor | None = None) -> Tensor:
         """One update from the parameters' gradients, which are then cleared.
 
         The gradients are scaled to a norm of at most ``max_grad_norm``; if the norm is not finite,
         parameters and moments stay exactly as they are and ``nonfinite`` counts the step.
+
+        Args:
+            norm: of the gradients, where it has been taken already.
 
         Returns:
             The gradient norm before clipping, [] fp32 on the device.
@@ -151,9 +163,9 @@ class DrafterOptimizer:
         if missing:
             raise RuntimeError(f"no gradient for {missing[0]} and {len(missing) - 1} others")
         grads = [p.grad for p in self.params if p.grad is not None]
-        if self.flat is not None and self.flat.grad.is_cuda:
+        if norm is None and self.flat is not None and self.flat.grad.is_cuda:
             norm = torch.linalg.vector_norm(self.flat.grad)  # faster than part by part
-        else:
+        elif norm is None:
             norm = global_norm(grads)
         bad = ~torch.isfinite(norm)
         divisor = ((norm + 1e-6) / self.cfg.max_grad_norm).clamp_min(1.0)

@@ -1,7 +1,7 @@
 """bench_step at toy size: nothing is timed unchecked, nothing that is missing goes unsaid."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -257,9 +257,9 @@ def test_two_drafters_keep_equal_weights(monkeypatch: pytest.MonkeyPatch) -> Non
             grads[0].add_(1e-3 * self.rank)
             super().start(grads)
 
-        def finish(self) -> None:
+        def finish(self, ended: object = None) -> None:
             first = self._started[0][1][0]
-            super().finish()
+            super().finish(ended)
             first.add_(1e-3 * self.rank)
 
     monkeypatch.setattr(step_two, "GradSync", Wrong)
@@ -267,7 +267,9 @@ def test_two_drafters_keep_equal_weights(monkeypatch: pytest.MonkeyPatch) -> Non
         step_two.rate("toy", [CPU, CPU], steps=1, rounds=1)
     monkeypatch.undo()
 
-    def unfinished(sync: step_two.GradSync) -> None:
+    def unfinished(sync: step_two.GradSync, ended: Callable[[list[torch.Tensor]], None]) -> None:
+        for _, grads, _ in sync._started:
+            ended(grads)
         sync._started = []
 
     with monkeypatch.context() as patch:

@@ -149,6 +149,19 @@ def test_sums_begun_in_parts() -> None:
                 assert torch.equal(got, a + b)
 
 
+def test_each_part_is_handed_over_when_its_sum_has_ended() -> None:
+    def body(sync: GradSync) -> list[list[float]]:
+        seen: list[list[float]] = []
+        for part in ([1.0, 2.0], [3.0], [4.0]):
+            sync.start([torch.full((5,), value + sync.rank) for value in part])
+        sync.finish(lambda grads: seen.append([grad[4].item() for grad in grads]))
+        return seen
+
+    results, errors = run_ranks(2, body)
+    assert errors == [None, None]
+    assert results == [[[3.0, 5.0], [7.0], [9.0]]] * 2
+
+
 def test_parts_in_another_order_are_refused() -> None:
     def body(sync: GradSync) -> None:
         parts = [torch.ones(3)], [torch.ones(2)]

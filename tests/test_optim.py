@@ -97,6 +97,18 @@ def test_update_is_adamw_with_clipping() -> None:
         assert error <= 1e-6, name
 
 
+def test_a_norm_that_is_known_is_not_taken_again() -> None:
+    models = [model_of(torch.float32) for _ in range(3)]
+    for model, known in zip(models, (None, 1.0, 8.0), strict=True):
+        optimizer = optimizer_of(model, max_grad_norm=0.01, warmup_ratio=0.0)
+        for factor in (1.0, 3.0):  # AdamW's first step alone does not depend on the scale
+            model(next(inputs(torch.float32)) * factor).backward()
+            norm = global_norm([p.grad for p in optimizer.params])
+            optimizer.step(0, None if known is None else norm * (known if factor == 1.0 else 1.0))
+    assert torch.equal(models[0].first, models[1].first)
+    assert not torch.equal(models[0].first, models[2].first)
+
+
 def test_norms_are_not_decayed_and_frozen_parameters_stay() -> None:
     model = model_of(torch.float32)
     optimizer = optimizer_of(model, weight_decay=0.5, warmup_ratio=0.0)

@@ -20,7 +20,7 @@ from dflash_ext.config import TrainConfig
 from dflash_ext.drafter.loss import Objective, forward_backward
 from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.grad_sync import GradSync, make_store
-from dflash_ext.optim import DrafterOptimizer
+from dflash_ext.optim import DrafterOptimizer, global_norm
 
 WORLD = 2
 
@@ -65,7 +65,8 @@ def gradients(
                 overlap=overlap,
             )
             if overlap is not None:
-                overlap.finish()
+                norm = overlap.finish()
+                assert torch.equal(norm, global_norm([p.grad for p in optimizer.params]))
             else:
                 sync.all_reduce([p.grad for p in optimizer.params if p.grad is not None])
             found = {name: p.grad.clone() for name, p in model.named_parameters()}

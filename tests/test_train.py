@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_ext import train
+from dflash_ext import grad_sync, train
 from dflash_ext.config import run_command
 from dflash_ext.data.packing import BatchPlanner
 from dflash_ext.drafter.loop import DrafterTrainLoop
@@ -135,7 +135,7 @@ def test_targets_and_drafters_in_any_number_and_order(run, tmp_path: Path, monke
     assert_same(tmp_path / "two", tmp_path / "again")
 
 
-def test_two_drafters_hold_the_same_weights(run, monkeypatch) -> None:
+def test_two_drafters_hold_the_same_weights(run, tmp_path: Path, monkeypatch) -> None:
     loops: list[DrafterTrainLoop] = []
     run_loop = DrafterTrainLoop.run
     monkeypatch.setattr(
@@ -144,6 +144,9 @@ def test_two_drafters_hold_the_same_weights(run, monkeypatch) -> None:
     assert run("a", "--topology.drafters=[cpu, cpu]") == 0
     one, two = (dict(loop.model.named_parameters()) for loop in loops)
     assert all(torch.equal(one[name], two[name]) for name in one)
+    monkeypatch.setattr(grad_sync, "COPIES", True)
+    assert run("b", "--topology.drafters=[cpu, cpu]") == 0
+    assert_same(tmp_path / "a", tmp_path / "b")
 
 
 def test_evaluation_metrics_and_logging_do_not_touch_training(run, tmp_path: Path) -> None:

@@ -161,18 +161,19 @@ class DrafterTrainLoop:
             slot.set_free()
             self.hs_queue.release(slot)
         if norm is None:
-            self._sum_gradients()
+            norm = self._sum_gradients()
             with self.clock.measure():
-                norm = self.optimizer.update()
+                norm = self.optimizer.update(norm)
         self._count_norm(step, norm)
         self.done_steps = step + 1
 
-    def _sum_gradients(self) -> None:
+    def _sum_gradients(self) -> Tensor | None:
+        """Their norm, if it is known from then on."""
         if self.overlap is not None:
-            self.overlap.finish()
-        else:
-            params = self.optimizer.params  # in the order in which gradients lie in memory
-            self.grad_sync.all_reduce([p.grad for p in params if p.grad is not None])
+            return self.overlap.finish()
+        params = self.optimizer.params  # in the order in which gradients lie in memory
+        self.grad_sync.all_reduce([p.grad for p in params if p.grad is not None])
+        return None
 
     def _count_norm(self, step: int, norm: Tensor) -> None:
         """Skipped steps, and if wanted the norm, leave through the metrics like all the rest."""

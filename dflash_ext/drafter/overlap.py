@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dflash_ext.drafter import side_stream
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.grad_sync import GradSync
+from dflash_ext.optim import norms_of, total_norm
 
 # Matrices of a layer that the context uses too: their gradients end with the context's backward.
 CONTEXT_WEIGHTS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
@@ -32,7 +33,8 @@ class BackwardSync:
         self, model: DFlashDraftModel, sync: GradSync, params: Sequence[nn.Parameter]
     ) -> None:
         self._modules = list(model.layers)
-        self._sync = sync
+        self._sync, self._params = sync, params
+        self._begun: list[nn.Parameter] = []
         layer_of = {
             parameter: index
             for index, layer in enumerate(model.layers)
@@ -70,16 +72,22 @@ class BackwardSync:
             self._begin(self._context)
         self._context_begun = True
 
-    def finish(self) -> None:
+    def finish(self) -> Tensor:
         """After the context's backward: the remaining gradients, and the end of all sums.
+
+        Returns the norm of all gradients, as `optim.global_norm`: [] fp32. It is taken part by
+        part, while the last sums run.
 
         Raises (as ``watching`` and ``begin_context``): what GradSync raises.
         """
         self.begin_context()
         self._begin(self._rest)
-        self._sync.finish()
+        norms: list[Tensor] = []
+        self._sync.finish(lambda grads: norms.extend(norms_of(grads)))
+        norm_of = dict(zip(self._begun, norms, strict=True))
         self._next = len(self._modules) - 1
-        self._context_begun = False
+        self._context_begun, self._begun = False, []
+        return total_norm([norm_of[p] for p in self._params if p in norm_of])
 
     def _watch(self, index: int, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         # The gradient of its input is the last thing that a layer's backward pass makes. Token
@@ -94,6 +102,7 @@ class BackwardSync:
             self._next -= 1
 
     def _begin(self, params: Sequence[nn.Parameter]) -> None:
+        self._begun += [p for p in params if p.grad is not None]
         grads = [p.grad for p in params if p.grad is not None]
         side_stream.join(grads[0].device)
         self._sync.start(grads)
