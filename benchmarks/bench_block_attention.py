@@ -216,7 +216,7 @@ def make_case(device: torch.device, shape: tuple) -> Case:
 
 
 def forward_case(device: torch.device, shape: tuple) -> Case:
-    """Hopper's forward alone, against the Triton one."""
+    """Hopper's forward alone, for heads of 128, against the Triton one."""
     from dflash_ext.ops.block_attention import triton
     from dflash_ext.ops.block_attention.devices import problem_of
 
@@ -251,4 +251,5 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield make_case(device, shape)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
         for shape in GPU_SHAPES:
-            yield forward_case(device, shape)
+            if shape[4] == 128:
+                yield forward_case(device, shape)

@@ -1,7 +1,6 @@
 """block_attention on GPUs, against its specification in fp64."""
 
 import dataclasses
-import importlib
 import threading
 
 import pytest
@@ -33,20 +32,50 @@ SHAPES = [
     (3, 16, (40, 2), 128, 100, 60),
     (3, 3, (130, 2), 64, 100, 60),
 ]
-# A mask's kind is compiled in: every kind at two shapes, two kinds at every shape.
-CASES = [(shape, mask) for shape in SHAPES[:2] for mask in MASKS]
-CASES += [(shape, mask) for shape in SHAPES[2:] for mask in ({}, {"window": 7, "causal": True})]
+# Masks by what of them is compiled in; most of a test's time goes into compilation, so a test takes
+# all that one serves. Every kind at two shapes, two kinds at every shape.
+KINDS = [
+    [{}],
+    [{"causal": True}],
+    [{"window": 7}, {"window": 1}, {"window": 1000}],
+    [{"window": 3, "causal": True}],
+]
+CASES = [(shape, kind) for shape in SHAPES[:2] for kind in KINDS]
+CASES += [(shape, kind) for shape in SHAPES[2:] for kind in (KINDS[0], KINDS[3])]
+HALF_CASES = [("own", torch.bfloat16, *case) for case in CASES]
+HALF_CASES += [("own", torch.float16, shape, KINDS[3]) for shape in SHAPES]
+HALF_CASES += [("triton", torch.bfloat16, *case) for case in CASES[:8]]
+HALF_CASES += [("small", torch.bfloat16, s, k) for s in SHAPES[:2] for k in (KINDS[0], KINDS[2])]
+FP32_DIM = 16  # without tensor cores, a kernel for heads of 128 compiles for ten seconds
 
 
-@pytest.fixture(params=["triton", "cuda"])
-def forward(request, monkeypatch) -> None:
-    """Triton's forward, or Hopper's, then with one kernel fewer in the backward."""
-    if request.param == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no Hopper GPU")
-    module = importlib.import_module("dflash_ext.ops.block_attention.triton")  # a function hides it
-    monkeypatch.setattr(module, "FORWARD", request.param)
-    monkeypatch.setattr(module, "PREPARE", "query" if request.param == "cuda" else "own")
-    monkeypatch.setattr(module, "device_config", module.device_config.__wrapped__)
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's own; all in Triton, as where Hopper's do not fit; with little shared memory."""
+    from dflash_ext.ops.block_attention import triton
+
+    if request.param == "triton" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU: its own are these")
+    own = triton.config_for
+    others = {
+        "triton": lambda q: dataclasses.replace(own(q), hopper=False),
+        "small": lambda q: triton.choose_config(q.dtype, q.shape[3], 99 * 1024),
+    }
+    monkeypatch.setattr(triton, "config_for", others.get(request.param, own))
+
+
+both_kernels = pytest.mark.parametrize("kernels", ["own", "triton"], indirect=True)
+every_path = pytest.mark.parametrize(
+    "kernels, dtype, dim",
+    [
+        ("own", torch.bfloat16, 128),
+        ("own", torch.bfloat16, 64),
+        ("triton", torch.bfloat16, 128),
+        ("own", torch.float32, FP32_DIM),
+    ],
+    indirect=["kernels"],
+    ids=str,
+)
 
 
 def ordered(case: Case) -> Case:
@@ -64,11 +93,7 @@ def shown(x: object) -> str:
     return str(x).replace(" ", "")
 
 
-@pytest.mark.parametrize("shape, mask", CASES, ids=shown)
-@pytest.mark.parametrize("in_order", [False, True])
-def test_fp32_matches_fp64(shape: tuple, mask: dict, in_order: bool, nan_poison: None) -> None:
-    case = make_case(*shape[:5], longest=shape[5])
-    case = ordered(case) if in_order else case
+def assert_fp32(case: Case, mask: dict) -> None:
     wanted = case.run(block_attention_naive, torch.float64, **mask)
     found = case.run(block_attention, torch.float32, **mask)
     for name in NAMES:
@@ -76,45 +101,55 @@ def test_fp32_matches_fp64(shape: tuple, mask: dict, in_order: bool, nan_poison:
         one_key = mask.get("window") == 1 and name in ("q", "k_blk")
         reference = case.grad_out if one_key else wanted[name]
         size = reference.double().norm().clamp_min(1e-2)
-        assert (found[name].double() - wanted[name].double()).norm() <= 1e-5 * size, name
+        assert (found[name].double() - wanted[name].double()).norm() <= 1e-5 * size, (name, mask)
 
 
-@pytest.mark.usefixtures("forward")
-@pytest.mark.parametrize("shape, mask", CASES, ids=shown)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape, kind", CASES, ids=shown)
+def test_fp32_matches_fp64(shape: tuple, kind: list[dict], nan_poison: None) -> None:
+    case = make_case(*shape[:3], min(shape[3], FP32_DIM), shape[4], longest=shape[5])
+    for mask in kind:
+        assert_fp32(case, mask)
+        assert_fp32(ordered(case), mask)
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_fp32_of_large_heads(dim: int, nan_poison: None) -> None:
+    assert_fp32(make_case(5, 4, (4, 2), dim, 300, longest=200), {"window": 7, "causal": True})
+
+
+@pytest.mark.parametrize("kernels, dtype, shape, kind", HALF_CASES, indirect=["kernels"], ids=shown)
 def test_half_precision_is_as_good_as_plain_torch(
-    shape: tuple, mask: dict, dtype: torch.dtype, nan_poison: None
+    kernels: None, dtype: torch.dtype, shape: tuple, kind: list[dict], nan_poison: None
 ) -> None:
     case = make_case(*shape[:5], dtype, longest=shape[5])
-    wanted = case.run(block_attention_naive, torch.float64, **mask)
-    found = case.run(block_attention, dtype, **mask)
-    plain = case.run(sdpa, dtype, **mask)
-    assert_no_worse(found, plain, wanted, case)
+    for mask in kind:
+        wanted = case.run(block_attention_naive, torch.float64, **mask)
+        found = case.run(block_attention, dtype, **mask)
+        assert_no_worse(found, case.run(sdpa, dtype, **mask), wanted, case)
 
 
-@pytest.mark.parametrize("shape, mask", CASES, ids=shown)
-@pytest.mark.parametrize("in_order", [False, True])
-def test_hopper_forward(shape: tuple, mask: dict, in_order: bool, nan_poison: None) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=shown)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_hopper_forward(shape: tuple, dtype: torch.dtype, nan_poison: None) -> None:
     """The CUDA kernel itself, its logarithms of sums too."""
-    if torch.cuda.get_device_capability() != (9, 0) or shape[3] not in (64, 128):
-        pytest.skip("no Hopper GPU, or heads of another size")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    kernel = torch.ops.dflash_ext.block_attention_forward_hopper
     heads = (min(shape[2][0], 64 * shape[2][1]), shape[2][1])
-    case = make_case(*shape[:2], heads, *shape[3:5], torch.bfloat16, longest=shape[5])
-    case = ordered(case) if in_order else case
-    args = (case.ctx_start, case.ctx_end)
-    options = {"scale": shape[3] ** -0.5, **mask}
-    wanted, wanted_lse = block_attention_naive(
-        *(x.double() for x in case.tensors), *args, **options
-    )
+    case = make_case(*shape[:2], heads, 128, shape[4], dtype, longest=shape[5])
+    exact = [x.double() for x in case.tensors]
     unseen = torch.ones(shape[4], dtype=torch.bool)
     for start, end in zip(case.ctx_start.tolist(), case.ctx_end.tolist(), strict=True):
         unseen[start:end] = False
     for x in case.tensors[1:3]:
         x[unseen] = float("nan")
-    kernel = torch.ops.dflash_ext.block_attention_forward_hopper
-    out, lse = kernel(*case.tensors, *args, **options)
-    assert error(lse, wanted_lse) <= 1e-5
-    assert error(out, wanted) <= torch.finfo(torch.bfloat16).eps
+    for mask in MASKS:
+        for blocks in (case, ordered(case)):
+            ranges, options = (blocks.ctx_start, blocks.ctx_end), {"scale": 128**-0.5, **mask}
+            wanted, wanted_lse = block_attention_naive(*exact, *ranges, **options)
+            out, lse = kernel(*case.tensors, *ranges, **options)
+            assert error(lse, wanted_lse) <= 1e-5, mask
+            assert error(out, wanted) <= torch.finfo(dtype).eps, mask
 
 
 def assert_no_worse(found: dict, plain: dict, wanted: dict, case: Case) -> None:
@@ -129,22 +164,6 @@ def assert_no_worse(found: dict, plain: dict, wanted: dict, case: Case) -> None:
         assert mine <= 2 * max(others, rounding / 2), (name, mine, others)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=shown)
-@pytest.mark.parametrize("mask", [{}, {"window": 300}], ids=str)
-def test_without_hopper_kernels(shape: tuple, mask: dict, monkeypatch) -> None:
-    """The path of other GPUs: no copy engine, no CUDA kernel, little shared memory."""
-    from dflash_ext.ops.block_attention import triton
-
-    monkeypatch.setattr(
-        triton, "config_for", lambda q: triton.choose_config(q.dtype, q.shape[3], 99 * 1024)
-    )
-    dtype = torch.bfloat16
-    case = ordered(make_case(*shape[:5], dtype, longest=shape[5]))
-    wanted = case.run(block_attention_naive, torch.float64, **mask)
-    found = case.run(block_attention, dtype, **mask)
-    assert_no_worse(found, case.run(sdpa, dtype, **mask), wanted, case)
-
-
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=shown)
 def test_fp64_and_negative_scale_take_the_portable_path(shape: tuple) -> None:
     case = make_case(*shape[:5], torch.float64, longest=shape[5])
@@ -156,21 +175,21 @@ def test_fp64_and_negative_scale_take_the_portable_path(shape: tuple) -> None:
     assert error(block_attention(*args, scale=-0.1), want) <= 1e-5
 
 
-@pytest.mark.usefixtures("forward")
+@every_path
 @pytest.mark.parametrize("mask", [{}, {"window": 300}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_repeats_are_equal(mask: dict, dtype: torch.dtype) -> None:
-    case = ordered(make_case(100, 16, (8, 2), 128, 4000, dtype, longest=2000))
+def test_repeats_are_equal(kernels: None, dtype: torch.dtype, dim: int, mask: dict) -> None:
+    case = ordered(make_case(100, 16, (8, 2), dim, 4000, dtype, longest=2000))
     first = case.run(block_attention, dtype, **mask)
     for _ in range(100):
         assert_same_bits(case.run(block_attention, dtype, **mask), first)
 
 
-@pytest.mark.usefixtures("forward")
+@every_path
 @pytest.mark.parametrize("mask", [{}, {"window": 200}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_no_block_sees_beyond_its_range(mask: dict, dtype: torch.dtype) -> None:
-    case = make_case(4, 16, (8, 2), 128, 900, dtype)
+def test_no_block_sees_beyond_its_range(
+    kernels: None, dtype: torch.dtype, dim: int, mask: dict
+) -> None:
+    case = make_case(4, 16, (8, 2), dim, 900, dtype)
     case.ctx_start = torch.tensor([30, 30, 400, 900])
     case.ctx_end = torch.tensor([200, 377, 613, 900])
     wanted = case.run(block_attention, dtype, **mask)
@@ -190,10 +209,8 @@ def test_no_block_sees_beyond_its_range(mask: dict, dtype: torch.dtype) -> None:
         assert other["q"][block].equal(wanted["q"][block])
 
 
-@pytest.mark.usefixtures("forward")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_padded_blocks_see_themselves(dtype: torch.dtype, dim: int) -> None:
+@every_path
+def test_padded_blocks_see_themselves(kernels: None, dtype: torch.dtype, dim: int) -> None:
     case = make_case(5, 16, (8, 2), dim, 300, dtype)
     case.ctx_start = case.ctx_end = torch.full((5,), 300)
     found = case.run(block_attention, dtype)
@@ -202,7 +219,6 @@ def test_padded_blocks_see_themselves(dtype: torch.dtype, dim: int) -> None:
     assert found["v_blk"].count_nonzero() > 0
 
 
-@pytest.mark.usefixtures("forward")
 def test_empty() -> None:
     no_context = make_case(3, 16, (8, 2), 128, 0, torch.bfloat16)
     wanted = no_context.run(block_attention_naive, torch.float64)
@@ -213,19 +229,18 @@ def test_empty() -> None:
     assert found["k_ctx"].shape == (10, 2, 128) and found["k_ctx"].count_nonzero() == 0
 
 
-@pytest.mark.usefixtures("forward")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_backward_adds_to_its_buffers(dtype: torch.dtype) -> None:
-    case = ordered(make_case(30, 16, (8, 2), 128, 1000, dtype, longest=500))
+@every_path
+def test_backward_adds_to_its_buffers(kernels: None, dtype: torch.dtype, dim: int) -> None:
+    case = ordered(make_case(30, 16, (8, 2), dim, 1000, dtype, longest=500))
     wanted = case.run(block_attention, dtype)
     q, k_ctx, v_ctx, k_blk, v_blk = case.tensors
-    buffers = [torch.zeros(1000, 2, 128) for _ in range(2)]
+    buffers = [torch.zeros(1000, 2, dim) for _ in range(2)]
     for group in (slice(0, 13), slice(13, 30)):
         args = [q[group], k_ctx, v_ctx, k_blk[group], v_blk[group]]
         ranges = [case.ctx_start[group], case.ctx_end[group]]
-        out, lse = torch.ops.dflash_ext.block_attention(*args, *ranges, scale=128**-0.5)
+        out, lse = torch.ops.dflash_ext.block_attention(*args, *ranges, scale=dim**-0.5)
         dq, _, _ = torch.ops.dflash_ext.block_attention_backward(
-            case.grad_out[group], *args, out, lse, *ranges, *buffers, scale=128**-0.5
+            case.grad_out[group], *args, out, lse, *ranges, *buffers, scale=dim**-0.5
         )
         assert error(dq, wanted["q"][group]) <= 4e-3
     limit = 1e-5 if dtype == torch.float32 else 4e-3
@@ -233,8 +248,8 @@ def test_backward_adds_to_its_buffers(dtype: torch.dtype) -> None:
     assert error(buffers[1], wanted["v_ctx"]) <= limit
 
 
-@pytest.mark.usefixtures("forward")
-def test_strided_views() -> None:
+@both_kernels
+def test_strided_views(kernels: None) -> None:
     dtype = torch.bfloat16
     case = make_case(8, 16, (8, 2), 128, 500, dtype, longest=200)
     wanted = case.run(block_attention, dtype)
@@ -242,15 +257,8 @@ def test_strided_views() -> None:
     kv_ctx = torch.cat([k_ctx, v_ctx], -1).requires_grad_()
     heads_first = q.transpose(1, 2).contiguous().requires_grad_()
     dim_first = k_blk.permute(3, 0, 1, 2).contiguous().requires_grad_()
-    out = block_attention(
-        heads_first.transpose(1, 2),
-        *kv_ctx.chunk(2, -1),
-        dim_first.permute(1, 2, 3, 0),
-        v_blk,
-        case.ctx_start,
-        case.ctx_end,
-        scale=128**-0.5,
-    )
+    tensors = [heads_first.transpose(1, 2), *kv_ctx.chunk(2, -1), dim_first.permute(1, 2, 3, 0)]
+    out = block_attention(*tensors, v_blk, case.ctx_start, case.ctx_end, scale=128**-0.5)
     out.backward(case.grad_out.transpose(1, 2).contiguous().transpose(1, 2))
     assert out.equal(wanted["out"])
     assert heads_first.grad is not None and dim_first.grad is not None and kv_ctx.grad is not None
@@ -259,7 +267,6 @@ def test_strided_views() -> None:
     assert kv_ctx.grad.equal(torch.cat([wanted["k_ctx"], wanted["v_ctx"]], -1))
 
 
-@pytest.mark.usefixtures("forward")
 def test_contexts_that_tma_cannot_read() -> None:
     """Not aligned to 16 bytes, or one head for all."""
     dtype = torch.bfloat16
@@ -278,23 +285,21 @@ def test_contexts_that_tma_cannot_read() -> None:
         assert error(found, wanted) <= 8e-3
 
 
-@pytest.mark.usefixtures("forward")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype, dim", [(torch.bfloat16, 128), (torch.float32, FP32_DIM)], ids=str)
 @pytest.mark.parametrize("mask", [{}, {"window": 3, "causal": True}], ids=str)
-def test_opcheck(dtype: torch.dtype, mask: dict) -> None:
-    case = make_case(3, 4, (4, 2), 64, 20, dtype)
+def test_opcheck(dtype: torch.dtype, dim: int, mask: dict) -> None:
+    case = make_case(3, 4, (4, 2), dim, 20, dtype)
     ranges = (case.ctx_start, case.ctx_end)
     ops, options = torch.ops.dflash_ext, {"scale": 0.3, **mask}
     out, lse = ops.block_attention(*case.tensors, *ranges, **options)
     inputs = [x.requires_grad_() for x in case.tensors]
     torch.library.opcheck(ops.block_attention.default, (*inputs, *ranges), options)
-    buffers = [torch.randn(20, 2, 64) for _ in range(2)]
+    buffers = [torch.randn(20, 2, dim) for _ in range(2)]
     fixed = [x.detach() for x in case.tensors]
     args = (case.grad_out, *fixed, out, lse, *ranges, *buffers)
     torch.library.opcheck(ops.block_attention_backward.default, args, options)
 
 
-@pytest.mark.usefixtures("forward")
 def test_side_stream_is_used() -> None:
     case = make_case(8, 16, (8, 2), 128, 500, torch.bfloat16, longest=200)
     wanted = case.run(block_attention, torch.bfloat16)
@@ -312,7 +317,6 @@ def test_side_stream_is_used() -> None:
     assert_same_bits(found, wanted)
 
 
-@pytest.mark.usefixtures("forward")
 def test_no_sync_and_captured_in_a_graph() -> None:
     case = make_case(8, 16, (8, 2), 128, 500, torch.bfloat16, longest=200)
     wanted = case.run(block_attention, torch.bfloat16)
@@ -353,7 +357,6 @@ def test_threads_race_to_the_first_launch() -> None:
         assert_same_bits(found, results[0])
 
 
-@pytest.mark.usefixtures("forward")
 @two_gpus
 def test_wrong_current_device() -> None:
     case = make_case(8, 16, (8, 2), 128, 500, torch.bfloat16, longest=200)
@@ -383,8 +386,8 @@ def test_wrong_arguments_are_refused() -> None:
         block_attention(case.tensors[0], *three, *ranges, scale=0.3)
 
 
-@pytest.mark.usefixtures("forward")
-def test_ranges_beyond_the_context_are_cut() -> None:
+@both_kernels
+def test_ranges_beyond_the_context_are_cut(kernels: None) -> None:
     """They stay on the device, so nobody can refuse them; nothing beyond the context is read."""
     case = make_case(3, 16, (8, 2), 128, 100, torch.bfloat16)
     case.ctx_start, case.ctx_end = torch.tensor([-5, 20, 300]), torch.tensor([30, 10**12, 400])

@@ -123,6 +123,7 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& q, const at::T
   const auto [blocks, slots, q_heads, dim, tokens, kv_heads] =
       check_context(q, k_ctx, v_ctx, ctx_start, ctx_end);
   const at::ScalarType dtype = q.scalar_type();
+  TORCH_CHECK(dim == sm90::kForwardDim, "q: found heads of ", dim, ", want ", sm90::kForwardDim);
   TORCH_CHECK(tokens > 0 && q.numel() > 0, "q, k_ctx: found shapes ", q.sizes(), ", ",
               k_ctx.sizes(), ", want some of each");
   for (const at::Tensor& x : {k_blk, v_blk}) {
@@ -158,10 +159,7 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& q, const at::T
                                    static_cast<float>(scale * kLog2E),
                                    causal};
   const auto launch =
-      dtype == at::kHalf
-          ? (dim == 128 ? sm90::launch_forward<__half, 128> : sm90::launch_forward<__half, 64>)
-          : (dim == 128 ? sm90::launch_forward<__nv_bfloat16, 128>
-                        : sm90::launch_forward<__nv_bfloat16, 64>);
+      dtype == at::kHalf ? sm90::launch_forward<__half> : sm90::launch_forward<__nv_bfloat16>;
   C10_CUDA_CHECK(launch(inputs, params, c10::cuda::getCurrentCUDAStream()));
   return {out, lse};
 }

@@ -11,6 +11,15 @@
 
 namespace dflash::sm90 {
 
+// Turns of two warpgroups, who have barriers 1 and 2: a turn waited for must have been given.
+__device__ __forceinline__ void give_turn(int warpgroup) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup + 1) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_turn(int warpgroup) {
+  asm volatile("bar.sync %0, 256;" ::"r"(warpgroup + 1) : "memory");
+}
+
 // -inf for what this thread's two rows, rows[0] and rows[8], do not see of the keys from `start`.
 template <int kSize>
 __device__ __forceinline__ void mask_scores(float (&s)[kSize], const Span* rows, int start) {
@@ -59,10 +68,9 @@ __device__ __forceinline__ void softmax(float (&s)[kSize], float (&top)[2], floa
   }
 }
 
-template <int kSize>
-__device__ __forceinline__ void rescale(float (&o)[kSize], const float (&factor)[2]) {
+__device__ __forceinline__ void rescale(float (&o)[kForwardDim / 2], const float (&factor)[2]) {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) o[i] *= factor[i / 2 % 2];
+  for (int i = 0; i < kForwardDim / 2; ++i) o[i] *= factor[i / 2 % 2];
 }
 
 template <typename T, int kSize>
@@ -72,9 +80,9 @@ __device__ __forceinline__ void round_probabilities(const float (&s)[kSize],
   for (int i = 0; i < kSize / 2; ++i) probs[i] = pack<T>(s[2 * i], s[2 * i + 1]);
 }
 
-template <typename T, int kDim>
+template <typename T>
 __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* memory) {
-  using Shared = ForwardShared<kDim>;
+  using Shared = ForwardShared;
   const uint32_t base = shared_address(memory);
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x & 31;
   const int row = 16 * (threadIdx.x / 32 - 4) + lane / 4, size = kForwardRows / p.group;
@@ -87,20 +95,20 @@ __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* m
     wait(base + Shared::kQueries + 8 * buffer, piece >> 1 & 1);
     const RowSpans& spans = reinterpret_cast<const RowSpans*>(memory + Shared::kSpans)[buffer];
     const uint64_t q = operand(base + buffer * Shared::kTile + warpgroup * 64 * 128);
-    float o[kDim / 2], total[2] = {0, 0}, shrink[2];
+    float o[kForwardDim / 2], total[2] = {0, 0}, shrink[2];
     // Not -inf: a tile in which a row sees nothing leaves it as it is. Every row sees own slots,
     // whose first makes `shrink` 0.
     float top[2] = {-1e30f, -1e30f};
     uint32_t probs[32];
 #pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) o[i] = 0;
+    for (int i = 0; i < kForwardDim / 2; ++i) o[i] = 0;
 
     const auto issue_scores = [&](auto& s) {
       const int stage = step % Shared::kStages;
       const uint64_t k = operand(base + Shared::kKeys + stage * Shared::kTile);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kDim / 16; ++i) {
+      for (int i = 0; i < kForwardDim / 16; ++i) {
         const uint64_t inner = (i / 4 * Shared::kBox >> 4) + i % 4 * kOperandStep;
         multiply<T>(s, q + inner, k + inner, i > 0);
       }
@@ -193,18 +201,18 @@ __device__ __forceinline__ void multiply_work(const ForwardParams& p, uint8_t* m
           (int64_t{slot} * p.kv_heads + walk.head) * p.group + (row + 8 * h) % p.group;
       const bool there = in_tile < size && slot < p.blocks * p.slots;
       if (there && lane % 4 == 0) p.lse[line] = (top[h] + log2f(total[h])) * 0.6931471805599453f;
-      write_row<T>(o, h, shrink[h], static_cast<T*>(p.out) + line * kDim, there);
+      write_row<T>(o, h, shrink[h], static_cast<T*>(p.out) + line * kForwardDim, there);
     }
   }
   if (warpgroup == 0) wait_for_turn(0);  // the last one given
 }
 
-template <typename T, int kDim>
+template <typename T>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     forward_kernel(const __grid_constant__ ForwardMaps maps,
                    const __grid_constant__ ForwardParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Shared = ForwardShared<kDim>;
+  using Shared = ForwardShared;
   extern __shared__ __align__(1024) uint8_t memory[];
   if (threadIdx.x == 0) {
     const uint32_t base = shared_address(memory);
@@ -225,15 +233,15 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   if (threadIdx.x < 128) {
     give_registers<56>();
     if (threadIdx.x == 0) {
-      copy_work<kDim>(maps, p, memory);
+      copy_work(maps, p, memory);
     } else if (threadIdx.x / 32 == 1) {
-      clear_unseen<kDim>(p, memory);
+      clear_unseen(p, memory);
     } else if (threadIdx.x / 32 == 2) {
-      plan_work<kDim>(maps, p, memory);
+      plan_work(maps, p, memory);
     }
   } else {
     take_registers<224>();
-    multiply_work<T, kDim>(p, memory);
+    multiply_work<T>(p, memory);
   }
 #endif
 }

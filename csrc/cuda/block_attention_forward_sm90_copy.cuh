@@ -5,6 +5,7 @@
 
 namespace dflash::sm90 {
 
+constexpr int kForwardDim = 128;  // of heads
 constexpr int kForwardRows = 128;
 constexpr int kForwardKeys = 128;  // of the context in a tile
 constexpr int kShortKeys = 64;  // of a short tile: of the blocks' own slots, at the context's end
@@ -50,10 +51,9 @@ struct Walk {
   }
 };
 
-template <int kDim>
 struct ForwardShared {
-  static constexpr int kStages = kDim == 128 ? 2 : 4;
-  static constexpr int kBoxes = kDim / 64;
+  static constexpr int kStages = 2;
+  static constexpr int kBoxes = kForwardDim / 64;
   static constexpr int kBox = 128 * 128, kTile = kBoxes * kBox;  // of queries and of keys
   static constexpr int kKeys = 2 * kTile, kValues = kKeys + kStages * kTile;
   static constexpr int kSpans = kValues + kStages * kTile;
@@ -128,10 +128,9 @@ struct ForwardMaps {
 };
 
 // Takes pieces of work, plans them and copies their queries: by a warp, a piece ahead of all else.
-template <int kDim>
 __device__ __forceinline__ void plan_work(const ForwardMaps& maps, const ForwardParams& p,
                                           uint8_t* memory) {
-  using Shared = ForwardShared<kDim>;
+  using Shared = ForwardShared;
   const uint32_t base = shared_address(memory);
   const int lane = threadIdx.x & 31, size = kForwardRows / p.group;
   for (int piece = 0;; ++piece) {
@@ -165,10 +164,9 @@ __device__ __forceinline__ void plan_work(const ForwardMaps& maps, const Forward
 }
 
 // Copies the keys and values of each piece: by one thread.
-template <int kDim>
 __device__ __forceinline__ void copy_work(const ForwardMaps& maps, const ForwardParams& p,
                                           uint8_t* memory) {
-  using Shared = ForwardShared<kDim>;
+  using Shared = ForwardShared;
   const uint32_t base = shared_address(memory);
   for (int piece = 0, step = 0;; ++piece) {
     const int buffer = piece & 1;
@@ -180,8 +178,8 @@ __device__ __forceinline__ void copy_work(const ForwardMaps& maps, const Forward
       const uint32_t parity = (step / Shared::kStages & 1) ^ 1;
       const bool is_own = i < walk.own;
       const int row = is_own ? walk.own_begin + i * kShortKeys : walk.key(i - walk.own);
-      const int column_k = walk.head * (is_own ? kDim : p.head_k);
-      const int column_v = walk.head * (is_own ? kDim : p.head_v);
+      const int column_k = walk.head * (is_own ? kForwardDim : p.head_k);
+      const int column_v = walk.head * (is_own ? kForwardDim : p.head_v);
       const CUtensorMap* k = is_own ? &maps.k_own : &maps.k;
       const CUtensorMap* v = is_own ? &maps.v_own : &maps.v;
       const uint32_t bytes = Shared::kBoxes * 128 * (is_own ? kShortKeys : kForwardKeys);
@@ -207,9 +205,8 @@ __device__ __forceinline__ void copy_work(const ForwardMaps& maps, const Forward
 }
 
 // Zeroes values that no row sees: a probability of 0 does not cancel a NaN.
-template <int kDim>
 __device__ __forceinline__ void clear_unseen(const ForwardParams& p, uint8_t* memory) {
-  using Shared = ForwardShared<kDim>;
+  using Shared = ForwardShared;
   const uint32_t base = shared_address(memory);
   const int lane = threadIdx.x & 31, size = kForwardRows / p.group;
   for (int piece = 0, step = 0;; ++piece) {

@@ -170,6 +170,15 @@ __device__ __forceinline__ void probabilities(const float (&s)[32], uint32_t (&p
   }
 }
 
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  } else {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+  }
+}
+
 // p * (products + delta), rounded; 0 where p is, whatever the product.
 template <typename T>
 __device__ __forceinline__ void score_gradients(const uint32_t (&probs)[16],

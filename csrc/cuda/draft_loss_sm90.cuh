@@ -248,7 +248,7 @@ class ClusterBlock {
         const Differential<T, kTeacher, kSoftcap, true> d(g, logit, row.max, row.teacher_max);
         differentiate<T, kTeacher>(s, d, row.label, label_loss);
       }
-      sm90::fence_copies();
+      sm90::fence_async_proxy();
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) sm90::arrive(address(shared_.finished[row.stage]));

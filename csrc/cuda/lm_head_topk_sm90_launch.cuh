@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kLabelThreads)
   for (int step = 0; step < kLabelStages - 1; ++step) copy_step(step);
   for (int step = 0; step < steps; ++step) {
     asm volatile("cp.async.wait_group %0;" ::"n"(kLabelStages - 2) : "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_async_proxy();
     __syncthreads();
     const uint32_t stage = stages + step % kLabelStages * kLabelStageBytes;
     pin(logits);

@@ -109,8 +109,8 @@ __device__ __forceinline__ void wait_copied_out() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Orders stores to shared memory before what a copy reads there afterwards.
-__device__ __forceinline__ void fence_copies() {
+// Orders stores to shared memory before what a copy or a product reads there afterwards.
+__device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 

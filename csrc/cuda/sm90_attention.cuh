@@ -171,27 +171,4 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
-// Makes this thread's writes to shared memory visible to products and tensor copies.
-__device__ __forceinline__ void fence_async_proxy() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Turns of two warpgroups, who have barriers 1 and 2: a turn waited for must have been given.
-__device__ __forceinline__ void give_turn(int warpgroup) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(warpgroup + 1) : "memory");
-}
-
-__device__ __forceinline__ void wait_for_turn(int warpgroup) {
-  asm volatile("bar.sync %0, 256;" ::"r"(warpgroup + 1) : "memory");
-}
-
-template <typename T>
-__device__ __forceinline__ float2 unpack(uint32_t pair) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  } else {
-    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
-  }
-}
-
 }  // namespace dflash::sm90

@@ -11,6 +11,8 @@
 
 namespace {
 
+constexpr int kDim = dflash::sm90::kForwardDim;
+
 struct Shape {
   int blocks, slots, group, kv_heads, tokens, window;
   bool causal;
@@ -26,7 +28,7 @@ std::vector<T> values(int count, int seed) {
   return made;
 }
 
-template <typename T, int kDim>
+template <typename T>
 void forward(const Shape& s) {
   const int q_heads = s.kv_heads * s.group, rows = s.blocks * s.slots * q_heads;
   const int keys = s.tokens * s.kv_heads, own_keys = s.blocks * s.slots * s.kv_heads;
@@ -62,7 +64,7 @@ void forward(const Shape& s) {
   const int64_t row = int64_t{s.kv_heads} * kDim;
   const dflash::sm90::ForwardInputs inputs{
       on_device(q), on_device(k), on_device(v), on_device(k_own), on_device(v_own), row, row};
-  check(dflash::sm90::launch_forward<T, kDim>(inputs, p, nullptr), "forward");
+  check(dflash::sm90::launch_forward<T>(inputs, p, nullptr), "forward");
   check(cudaDeviceSynchronize(), "forward");
   const auto found = read_back(static_cast<T*>(out), rows * kDim);
   const auto found_lse = read_back(lse, rows);
@@ -106,11 +108,11 @@ int main() {
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, 0), "properties");
   if (properties.major == 9) {
-    forward<__nv_bfloat16, 128>({5, 16, 4, 2, 300, 0, false});
-    forward<__nv_bfloat16, 128>({90, 16, 4, 2, 657, 40, true});
-    forward<__half, 64>({7, 5, 3, 3, 130, 0, true});
-    forward<__nv_bfloat16, 64>({3, 2, 64, 1, 64, 7, false});
-    forward<__half, 128>({70, 3, 1, 100, 500, 0, false});  // several tiles a multiprocessor
+    forward<__nv_bfloat16>({5, 16, 4, 2, 300, 0, false});
+    forward<__nv_bfloat16>({90, 16, 4, 2, 657, 40, true});
+    forward<__half>({7, 5, 3, 3, 130, 0, true});
+    forward<__nv_bfloat16>({3, 2, 64, 1, 64, 7, false});
+    forward<__half>({70, 3, 1, 100, 500, 0, false});  // several tiles a multiprocessor
   }
   std::printf("done\n");
   return 0;

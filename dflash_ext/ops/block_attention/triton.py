@@ -1,12 +1,13 @@
-"""Launches block_attention's kernels on GPUs: in Triton, with tile sizes fixed for a shape, and in
-CUDA for Hopper."""
+"""Launches block_attention's kernels on GPUs: in Triton, with tile sizes fixed for a shape.
+
+Hopper has two kernels in CUDA: the forward for heads of 128, the context's gradients for 64 too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-import os
 import threading
 from typing import Any
 
@@ -24,12 +25,11 @@ from dflash_ext.ops.block_attention.triton_backward import (
 )
 from dflash_ext.ops.block_attention.triton_forward import forward_kernel
 
-ANCHOR_CHUNK = 1024  # blocks whose ranges a program of context_kernel looks at together
+ANCHOR_CHUNK = 1024  # blocks whose ranges a program of sight_kernel looks at together
 MIN_DOT = 16  # least size of a product's operand
-HOPPER_KEYS = 128  # a tile of context keys in the CUDA kernel
-# Temporary, until measured beside what they replace: "cuda" or "triton"; "query" or "own".
-FORWARD = os.environ.get("DFLASH_ATTENTION_FORWARD", "triton")
-PREPARE = os.environ.get("DFLASH_ATTENTION_PREPARE", "own")
+HOPPER_DIMS = (64, 128)  # heads that the CUDA kernel of the context's gradients takes
+HOPPER_FORWARD_DIM = 128  # that of the forward; with 64, Triton's is the faster one
+HOPPER_KEYS = 128  # a tile of context keys in the context's gradients
 LARGE_SHARED_MEMORY = 227 * 1024  # of a block: Hopper, data center Blackwell
 
 
@@ -51,8 +51,6 @@ class Config:
     prepare: Tiles
     copy_engine: bool = False  # TMA where the shapes allow it
     hopper: bool = False  # the CUDA kernels where the shapes allow it
-    query_prepares: bool = False  # no prepare_kernel where the shapes allow it
-    edge_stages: int = 1  # tiles in flight of those that query_kernel masks
 
 
 def choose_config(dtype: torch.dtype, dim: int, shared_memory: int) -> Config:
@@ -71,10 +69,8 @@ def choose_config(dtype: torch.dtype, dim: int, shared_memory: int) -> Config:
         walk = Tiles(64, 64, 8, 2)
         return Config(walk, walk, context, Tiles(64, 0, 4, 1))
     walk = Tiles(64, 64, 4, 3)
-    return Config(
-        walk, Tiles(128, 64, 8, 3), context, Tiles(64, 0, 4, 1),
-        copy_engine=True, query_prepares=PREPARE == "query", edge_stages=1 + (PREPARE == "query"),
-    )  # fmt: skip
+    query, prepare = Tiles(128, 64, 8, 3), Tiles(64, 0, 4, 1)
+    return Config(walk, query, context, prepare, copy_engine=True)
 
 
 @functools.cache
@@ -120,12 +116,11 @@ class Problem:
 
 
 def fits_hopper(problem: Problem, *tensors: Tensor) -> bool:
-    """Whether the CUDA kernels take these: heads of 64 or 128, tensors that TMA can read."""
-    rows = problem.blocks * problem.slots * problem.kv_heads * problem.group
+    """Whether the CUDA kernels take these: few heads a group, tensors that TMA can read."""
     return (
-        problem.dim in (64, 128)
+        problem.dim in HOPPER_DIMS
         and problem.group <= 64
-        and rows < 2**31
+        and problem.rows * problem.kv_heads < 2**31
         and all(x.data_ptr() % 16 == 0 for x in tensors)
         and all(0 < s < 2**31 and s % 8 == 0 for x in tensors for s in x.stride()[:2])
         and all(x.stride(-2) * x.shape[-2] < 2**31 for x in tensors)
@@ -157,20 +152,21 @@ def walk_options(problem: Problem, tiles: Tiles, strides: dict[str, int]) -> dic
 
 
 def query_prepares(problem: Problem, config: Config) -> bool:
-    """Where a tile's rows are whole blocks, that is all that sees its own keys, and those few."""
-    rows = config.query.rows
-    few = rows // problem.group <= config.query.keys
-    return config.query_prepares and rows % (problem.slots * problem.group) == 0 and few
+    """Where a tile's rows are whole blocks, that is all that sees its own keys.
+
+    Registers suffice for that if those keys are few, and the context's are not loaded by pointers.
+    """
+    tiles = config.query
+    whole = tiles.rows % (problem.slots * problem.group) == 0
+    return config.copy_engine and whole and tiles.rows // problem.group <= tiles.keys // 2
 
 
 def query_options(problem: Problem, config: Config, strides: dict[str, int]) -> dict[str, Any]:
     options = walk_options(problem, config.query, strides)
     prepares = query_prepares(problem, config)
     if prepares:
-        options["BLOCK_O"] = max(
-            MIN_DOT, triton.next_power_of_2(config.query.rows // problem.group)
-        )
-    return {**options, "EDGE_STAGES": config.edge_stages, "PREPARE": prepares}
+        options["BLOCK_O"] = max(MIN_DOT, config.query.rows // problem.group)
+    return {**options, "PREPARE": prepares}
 
 
 def prepare_options(problem: Problem, tiles: Tiles) -> dict[str, Any]:
@@ -265,8 +261,8 @@ def forward(
     """(out, lse) of q, k_ctx, v_ctx, k_blk, v_blk and ctx_start, ctx_end."""
     q, k_ctx, v_ctx, k_blk, v_blk = prepare_inputs(tensors)
     config = config or config_for(q)
-    fits = problem.tokens > 0 and fits_hopper(problem, q, k_ctx, v_ctx, k_blk, v_blk)
-    if FORWARD == "cuda" and config.hopper and fits:
+    hopper = config.hopper and problem.dim == HOPPER_FORWARD_DIM and problem.tokens > 0
+    if hopper and fits_hopper(problem, q, k_ctx, v_ctx, k_blk, v_blk):
         return torch.ops.dflash_ext.block_attention_forward_hopper(
             q, k_ctx, v_ctx, k_blk, v_blk, *ranges,
             scale=problem.scale, window=problem.window, causal=problem.causal,

@@ -129,7 +129,7 @@ def query_kernel(
     KV_HEADS: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr, EDGE_STAGES: tl.constexpr, PREPARE: tl.constexpr,
+    STAGES: tl.constexpr, PREPARE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
@@ -183,7 +183,7 @@ def query_kernel(
         )  # fmt: skip
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
     edges = masked_tiles(begin, full_begin, full_end, last, BLOCK_N)
-    for i in tl.range(0, edges, num_stages=EDGE_STAGES):
+    for i in tl.range(0, edges, num_stages=2 if PREPARE else 1):
         keys = masked_at(i, begin, full_begin, full_end, BLOCK_N) + tl.arange(0, BLOCK_N)
         mask = (keys[None, :] >= first[:, None]) & (keys[None, :] < end[:, None])
         # Not merely `keys < last`: what no row sees may be NaN, and 0 * NaN is.
