@@ -288,6 +288,7 @@ def launch_all(dtype: torch.dtype) -> None:
     """The layers of a 27B target's drafter (bf16), or SmolLM2's (fp32)."""
     from dflash_ext.ops.adamw.triton import adamw_triton
     from dflash_ext.ops.draft_loss.triton import scale_triton
+    from dflash_ext.ops.gather_rows.triton import gather_rows_triton
     from dflash_ext.ops.qkv_norm_rope.triton import (
         qkv_norm_rope_backward_triton,
         qkv_norm_rope_triton,
@@ -315,6 +316,7 @@ def launch_all(dtype: torch.dtype) -> None:
     swiglu_triton(gate_up)
     swiglu_backward_triton(gate_up[:, :inner], gate_up, gate_up)
     scale_triton(x, torch.empty(1))
+    gather_rows_triton(x, torch.empty(9, dtype=torch.int64))
     flats = [torch.empty(64) for _ in range(4)]
     copy = flats[0].to(dtype) if dtype == torch.bfloat16 else None
     adamw_triton(flats[0], copy, *flats[1:], torch.empty(5), 32, 0.9, 0.999, 1e-8)
@@ -326,11 +328,11 @@ def launch_all(dtype: torch.dtype) -> None:
 def test_kernels_compile_to_cubin(
     dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("rms_norm", "qkv_norm_rope", "swiglu", "adamw", "draft_loss")
+    names = ("rms_norm", "qkv_norm_rope", "swiglu", "adamw", "draft_loss", "gather_rows")
     modules = [importlib.import_module(f"dflash_ext.ops.{name}.triton") for name in names]
     modules.append(importlib.import_module("dflash_ext.ops.triton_sums"))
     with recorded_launches(modules, monkeypatch) as launches:
         launch_all(dtype)
-    assert len(launches) == 16
+    assert len(launches) == 17
     for launch in launches:
         assert compile_launch(launch, arch).startswith(b"\x7fELF")

@@ -10,8 +10,8 @@ from step_cases import SPEC, TOKENS, build_loop, hidden_states, run
 from torch import Tensor
 
 from dflash_ext.acceptance import propose
+from dflash_ext.drafter import live_rows, shared_slots, side_stream
 from dflash_ext.drafter import loss as loss_module
-from dflash_ext.drafter import shared_slots, side_stream
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.metrics import summarise
 from dflash_ext.supervisor import Worker
@@ -36,6 +36,13 @@ def gradients(loop: DrafterTrainLoop) -> dict[str, Tensor]:
     return {n: g.detach().float().cpu().clone() for n, g in grads.items() if g is not None}
 
 
+def share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are equal or not looked at are left out of products."""
+    for module in (shared_slots, live_rows):
+        monkeypatch.setattr(module, "ENABLED", True)
+    monkeypatch.setattr(loss_module, "SHARE_TEACHERS", True)
+
+
 def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Relative error of each kind of parameter, all layers together."""
     sums: dict[str, list[float]] = {}
@@ -52,8 +59,8 @@ def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float
 def test_gradients_are_as_near_to_fp32_as_those_of_plain_bf16(
     objective, group, shared, monkeypatch
 ) -> None:
-    monkeypatch.setattr(shared_slots, "ENABLED", shared)
-    monkeypatch.setattr(loss_module, "SHARE_TEACHERS", shared)
+    if shared:
+        share(monkeypatch)
     train = OBJECTIVES[objective]
     want = gradients(build_loop("cpu", torch.float32, **train))
     plain = errors(gradients(build_loop("cpu", torch.bfloat16, **train)), want)
@@ -122,8 +129,7 @@ def test_weight_gradients_on_a_side_stream_change_no_bit(train, monkeypatch) -> 
 
 
 def test_shared_rows_in_graphs_change_no_bit(monkeypatch) -> None:
-    monkeypatch.setattr(shared_slots, "ENABLED", True)
-    monkeypatch.setattr(loss_module, "SHARE_TEACHERS", True)
+    share(monkeypatch)
     monkeypatch.setattr(side_stream, "ENABLED", True)
     train = {"steps": 12, "kl_weight": 0.3}
     eager = run(build_loop("cuda", torch.bfloat16, **train))

@@ -160,7 +160,7 @@ def test_the_objective_feeds_each_block_its_clean_tokens() -> None:
     spec, head = small_spec(block_size=LAYOUT.size), random_head()
     plan, fed = planner().batch(0), []
 
-    def forward(_, embeds: torch.Tensor, *context, clean: None) -> torch.Tensor:
+    def forward(_, embeds: torch.Tensor, *context, clean: None, live: None) -> torch.Tensor:
         fed.append(embeds)
         return torch.zeros_like(embeds, requires_grad=True)
 

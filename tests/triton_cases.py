@@ -19,6 +19,7 @@ HEAD_SHAPES = [
     (0, 2, 1, 8),
 ]
 GATE_SHAPES = [(5, 7), (3, 2049), (1, 1), (0, 4)]
+GATHER_SHAPES = [(5, 24, 9), (3, 5120, 2), (2, 8200, 4), (1, 1, 1), (3, 7, 0)]
 SCALE_SHAPES = [(3, 4099), (2, 2048), (1, 1), (0, 4)]
 
 
@@ -125,6 +126,18 @@ def scale_errors(rows: int, size: int, device: str, dtype: torch.dtype) -> dict[
     return {"bits": 0.0 if same else float("inf")}
 
 
+def gather_errors(
+    rows: int, size: int, count: int, device: str, dtype: torch.dtype
+) -> dict[str, float]:
+    from dflash_ext.ops.gather_rows import gather_rows
+    from dflash_ext.ops.gather_rows.triton import gather_rows_triton
+
+    x = torch.randn(rows, size + 1).to(device, dtype)[:, :size]
+    index = torch.randint(-1, rows, (count,))
+    same = torch.equal(gather_rows_triton(x, index.to(device)).cpu(), gather_rows(x.cpu(), index))
+    return {"bits": 0.0 if same else float("inf")}
+
+
 def all_errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     """Relative errors of every kernel at every shape."""
     torch.manual_seed(0)
@@ -134,6 +147,7 @@ def all_errors(device: str, dtype: torch.dtype) -> dict[str, float]:
         ("heads", HEAD_SHAPES, head_errors),
         ("gate", GATE_SHAPES, gate_errors),
         ("scale", SCALE_SHAPES, scale_errors),
+        ("gather", GATHER_SHAPES, gather_errors),
     ):
         for shape in shapes:
             found = of(*shape, device, dtype)  # type: ignore[operator]

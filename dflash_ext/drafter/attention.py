@@ -11,6 +11,7 @@ from dflash_ext import ops
 from dflash_ext.drafter import fused
 from dflash_ext.drafter.context import ContextSums, Projection
 from dflash_ext.drafter.fused import HeadNorms, has_main_grad
+from dflash_ext.drafter.live_rows import LiveRows
 from dflash_ext.drafter.shared_slots import SharedSlots
 from dflash_ext.drafter.spec import DrafterSpec
 
@@ -139,10 +140,11 @@ class DraftAttention(nn.Module):
         ctx_end: Tensor,
         rope: Rope,
         shared: SharedSlots | None = None,
+        live: LiveRows | None = None,
     ) -> Tensor:
         """Block states x [A, K, H] over context keys/values [T, Hk, D]; returns [A, K, H].
 
-        With `shared`, x are the rows that differ.
+        With `shared`, x are the rows that differ; with `live`, only its rows [R, H] are returned.
         """
         queries, keys, values = self.queries_keys_values(x, rope, shared)
         options = {"scale": self.head_dim**-0.5, "window": self.window, "causal": self.causal}
@@ -152,4 +154,5 @@ class DraftAttention(nn.Module):
             out = ops.block_attention(
                 queries, *context, keys, values, ctx_start, ctx_end, **options
             )
-        return self.o_proj(out.flatten(-2))
+        out = out.flatten(-2)
+        return self.o_proj(out if live is None else live.pick(out))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.config import TrainConfig
-from dflash_ext.drafter import shared_slots, side_stream
+from dflash_ext.drafter import live_rows, shared_slots, side_stream
 from dflash_ext.drafter.context import ContextSums, TrainContext
 from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.overlap import BackwardSync
@@ -104,12 +104,17 @@ class Objective:
         train = self.train
         # Without a variable prefix all blocks have as many clean tokens.
         one_prefix = shared_slots.ENABLED and train.prefix_weight_base is None
+        blocks, size = block_ids.shape
+        live = None
+        if live_rows.ENABLED and plan.rows.shape[0] < blocks * size:
+            live = live_rows.live_rows(plan.rows, plan.n_rows, blocks, size)
         hidden = model(
             head.embed(block_ids),
             ctx_kv,
             plan.ctx_start,
             plan.ctx_end,
             clean=self.layout.prefix if one_prefix else None,
+            live=live,
         )
         loss, terms, rank, _, weights = draft_loss_stats(
             hidden,

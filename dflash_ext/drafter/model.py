@@ -18,6 +18,7 @@ from dflash_ext.drafter import fused
 from dflash_ext.drafter.attention import DraftAttention, Linear, RMSNorm, Rope, rope_tables
 from dflash_ext.drafter.context import ContextSums, Projection
 from dflash_ext.drafter.fused import has_main_grad
+from dflash_ext.drafter.live_rows import LiveRows
 from dflash_ext.drafter.shared_slots import SharedSlots
 from dflash_ext.drafter.spec import DrafterSpec, drafter_spec
 from dflash_ext.ops.block_attention.naive import accumulate_dtype
@@ -69,20 +70,24 @@ class DraftLayer(nn.Module):
         ctx_end: Tensor,
         rope: Rope,
         shared: SharedSlots | None = None,
+        live: LiveRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(output of the MLP, residual stream without it): the next norm adds them, in one pass.
 
-        With `shared`, which the first layer may have, attention is given the rows that differ.
+        With `shared`, which the first layer may have, attention is given the rows that differ. With
+        `live`, which the last one may have, both results are rows [R, H].
         """
 
         def attend(normed: Tensor) -> Tensor:
-            return self.self_attn(normed, context, ctx_start, ctx_end, rope, shared)
+            return self.self_attn(normed, context, ctx_start, ctx_end, rope, shared, live)
 
         if shared is None:
             normed, residual = self.input_layernorm.add(x, residual)
         else:
             normed, residual = self.input_layernorm(shared.distinct(x)), x
         x = self.sublayer("attention", attend, normed)
+        if live is not None:
+            residual = live.pick(residual)
         normed, residual = self.post_attention_layernorm.add(x, residual)
         return self.sublayer("mlp", self.mlp, normed), residual
 
@@ -133,19 +138,23 @@ class DFlashDraftModel(nn.Module):
         ctx_end: Tensor,
         *,
         clean: int | None = None,
+        live: LiveRows | None = None,
     ) -> Tensor:
         """Block states [A, K, H] after the final norm.
 
         block_embeds [A, K, H]; block a sees context rows [ctx_start[a], ctx_end[a]) of its
         document, and slot k has position ctx_end - ctx_start + k. Whoever knows that all slots
-        from `clean` on have the same embedding says so, to spare the first layer products.
+        from `clean` on have the same embedding says so, to spare the first layer products; and
+        whoever looks at some slots only says at which (`live`): the others' states are then 0.
         """
         x, residual = block_embeds, None
         shared = self._shared_slots(block_embeds, clean)
         positions = self.spec.layout.positions(ctx_end - ctx_start)[:, : x.shape[1]]
         rope = self._rope(positions, x.dtype)
-        for layer, context in zip(self.layers, ctx_kv, strict=True):
-            args = (x, residual, context, ctx_start, ctx_end, rope, shared)
+        last = len(self.layers) - 1
+        for i, (layer, context) in enumerate(zip(self.layers, ctx_kv, strict=True)):
+            live_here = live if i == last else None
+            args = (x, residual, context, ctx_start, ctx_end, rope, shared, live_here)
             shared = None  # what a layer makes of a slot depends on its place
             if self.recompute and torch.is_grad_enabled():
                 x, residual = checkpoint(
@@ -153,7 +162,8 @@ class DFlashDraftModel(nn.Module):
                 )
             else:
                 x, residual = layer(*args)
-        return self.norm.add(x, residual)[0]
+        states = self.norm.add(x, residual)[0]
+        return states if live is None else live.place(states)
 
     def _fuse(self, hidden: Tensor) -> Tensor:
         if hidden.dim() == 2:
