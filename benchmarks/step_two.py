@@ -47,7 +47,7 @@ from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.grad_copies import Board
 from dflash_ext.grad_sync import GradSync, make_store
 
-WARM_STEPS = 3
+SETTLE_STEPS = 3  # before a timed phase: a GPU that has rested is faster for a while
 PROFILED_STEPS = 2
 JOIN_S = 240.0
 DEFAULT_CTAS = grad_groups.NCCL_CTAS
@@ -178,6 +178,8 @@ class Drafter:
 
     def timed(self, steps: int, phase: str) -> None:
         """Adds the seconds per step of a phase."""
+        self.train(SETTLE_STEPS, together=phase == "both")
+        self.wait()
         begin = time.perf_counter()
         self.train(steps, together=phase == "both")
         self.wait()
@@ -225,23 +227,21 @@ def rate(
 
     def compare(drafter: Drafter, index: int) -> None:
         variant = owner.variants[index]
-        drafter.train(WARM_STEPS)
-        drafter.wait()
-        owner.start.wait()
-        if drafter.rank == 0 and index == 0 and variant.is_summed:
-            demand_equal(owner.drafters, "weights")  # steps alone, after that, differ
-            result["equal_weights_after_steps"] = WARM_STEPS
-        for _ in range(rounds):
+        for i in range(rounds):
+            owner.start.wait()
+            drafter.timed(steps, "both")
+            owner.start.wait()
+            if drafter.rank == 0 and variant.is_summed:
+                demand_equal(owner.drafters, "gradients")
+                if index == i == 0:  # steps alone, after that, differ
+                    demand_equal(owner.drafters, "weights")
+                    result["equal_weights_after_steps"] = drafter.done
             for rank in range(owner.world):
                 owner.start.wait()
                 if rank == drafter.rank:
                     drafter.timed(steps, "alone")
-            owner.start.wait()
-            drafter.timed(steps, "both")
         owner.start.wait()
         if drafter.rank == 0:
-            if variant.is_summed:
-                demand_equal(owner.drafters, "gradients")
             result["variants"][variant.name] = found = _rates(owner.drafters, variant)
             if index == 0:
                 result.update(found)
@@ -250,7 +250,7 @@ def rate(
             print(f"{variant.name}: rate / alone {shares}; both {both} ms", flush=True)
 
     def profile(drafter: Drafter, index: int) -> None:
-        drafter.train(WARM_STEPS)
+        drafter.train(SETTLE_STEPS)
         drafter.wait()
         owner.start.wait()
         with _profiler(drafter) as prof:
