@@ -30,15 +30,15 @@ class Board:
         self.lock = threading.Lock()
         self._changed = threading.Condition()
         self._next = [0] * world
-        self._shown: dict[int, dict[int, Any]] = {}
+        self._shown: dict[int, dict[int, tuple[str, Any]]] = {}
         self._readers: dict[int, int] = {}  # that have not read a round yet
 
-    def show(self, rank: int, value: object) -> int:
-        """Adds this rank's object to its next round, whose number is returned."""
+    def show(self, rank: int, what: str, value: object) -> int:
+        """Adds this rank's object and what it is for to its next round; returns that's number."""
         with self._changed:
             number = self._next[rank]
             self._next[rank] += 1
-            self._shown.setdefault(number, {})[rank] = value
+            self._shown.setdefault(number, {})[rank] = what, value
             self._changed.notify_all()
         return number
 
@@ -52,8 +52,9 @@ class Board:
         with self._changed:
             return self._missing(number)
 
-    def read(self, number: int) -> list[Any]:
-        """All ranks' objects of a complete round; once per rank, the last one clears it."""
+    def read(self, number: int) -> list[tuple[str, Any]]:
+        """All ranks' objects of a complete round, each with what it is for; to be called once by
+        each rank, the last one clears it."""
         with self._changed:
             values = self._shown[number]
             self._readers[number] = self._readers.get(number, self.world) - 1

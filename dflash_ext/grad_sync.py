@@ -127,7 +127,7 @@ class GradSync:
             offers = self._show(self._group.offer([one]), "rendezvous")
             with self._board.lock:
                 end = self._group.sum(offers)
-            self._finish_copies(self._board.show(self.rank, end), "rendezvous")
+            self._finish_copies(self._board.show(self.rank, "rendezvous", end), "rendezvous")
             if self._on_gpu:
                 self._synchronize("rendezvous")
         elif self._on_gpu:
@@ -194,7 +194,7 @@ class GradSync:
         group = self._connected()
         offers = self._show(group.offer(vectors), "all-reduce")
         assert self._board is not None
-        return self._board.show(self.rank, group.sum(offers))
+        return self._board.show(self.rank, "all-reduce", group.sum(offers))
 
     def _finish_copies(self, number: int, what: str) -> None:
         for end in self._read(number, what):
@@ -204,13 +204,17 @@ class GradSync:
     def _show(self, value: object, what: str) -> list[Any]:
         """Every rank's object, once all have shown theirs."""
         assert self._board is not None
-        return self._read(self._board.show(self.rank, value), what)
+        return self._read(self._board.show(self.rank, what, value), what)
 
     def _read(self, number: int, what: str) -> list[Any]:
         board = self._board
         assert board is not None
         self._poll(what, lambda: board.wait(number, POLL_S), lambda: board.missing(number))
-        return board.read(number)
+        shown = board.read(number)
+        for rank, (theirs, _) in enumerate(shown):
+            if theirs != what:
+                raise SyncError(f"rank {self.rank}: {what} failed: rank {rank} is at its {theirs}")
+        return [value for _, value in shown]
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

@@ -134,6 +134,20 @@ def test_stop_frees_ranks_that_wait() -> None:
     assert time.monotonic() - begin < 10.0
 
 
+def test_ranks_at_different_places_are_named() -> None:
+    def body(sync: GradSync) -> None:
+        sync.all_reduce([torch.ones(2)])  # the first also compares shapes
+        if sync.rank == 1:
+            sync.barrier()
+        else:
+            sync.all_reduce([torch.ones(2)])
+
+    _, errors = run_ranks(3, body, board=Board(3), timeout_s=2.0)
+    assert str(errors[0]) == "rank 0: all-reduce failed: rank 1 is at its barrier"
+    assert str(errors[1]) == "rank 1: barrier failed: rank 0 is at its all-reduce"
+    assert str(errors[2]) == "rank 2: all-reduce failed: rank 1 is at its barrier"
+
+
 def test_barrier_and_calls_out_of_turn() -> None:
     arrived = []
 
