@@ -44,7 +44,6 @@ from benchmarks.two_timeline import activities, timelines
 from benchmarks.two_variants import MeetOnly, Variant
 from dflash_ext import grad_groups
 from dflash_ext.drafter.overlap import BackwardSync
-from dflash_ext.grad_copies import Board
 from dflash_ext.grad_sync import GradSync, make_store
 
 SETTLE_STEPS = 3  # before a timed phase: a GPU that has rested is faster for a while
@@ -66,7 +65,7 @@ class Drafters:
         self.stop = threading.Event()
         self.errors: list[str] = []
         self.stores = [make_store() for _ in variants]
-        self.boards = [Board(self.world) if v.sums == "copies" else None for v in variants]
+        self.boards = [variant.board(self.world) for variant in variants]
         self.drafters = [Drafter(self, rank) for rank in range(self.world)]
 
     def run(self, body: Callable[[Drafter], None]) -> list[Drafter]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from dflash_ext.grad_sync import GradSync
+from dflash_ext.grad_copies import Board
+from dflash_ext.grad_sync import GradSync, make_board
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SUMS = ("library", "copies", "none", "meet", "late")
@@ -19,11 +20,17 @@ class Variant:
     """How gradients are summed; None: as a run does it."""
 
     name: str = "default"
-    sums: str = "library"  # NCCL or Gloo; "late" too, but behind the backward pass
+    sums: str = "default"  # library: NCCL or Gloo; late too, but behind the backward pass
     ctas: int | None = None  # NCCL's blocks
     bucket_mib: int | None = None
     carveout: int | None = None  # multiprocessors that cuBLAS leaves to others
     dtype: torch.dtype = torch.float32
+
+    def board(self, world: int) -> Board | None:
+        """Of a group with this variant."""
+        if self.sums == "default":
+            return make_board(world)
+        return Board(world) if self.sums == "copies" else None
 
     @property
     def is_summed(self) -> bool:
