@@ -67,19 +67,27 @@ def test_a_cpu_takes_the_shared_teachers_and_changes_no_bit():
 
 
 @pytest.mark.parametrize("group", [None, 5])
-def test_host_counts_equal_chunks_and_bounds_their_teachers(monkeypatch, group):
+@pytest.mark.parametrize("budget", [18, 20, 100])
+def test_host_counts_equal_chunks_and_bounds_their_teachers(monkeypatch, budget, group):
     monkeypatch.setattr(loss_module, "ROW_ALIGN", 4)
     monkeypatch.setattr(loss_module, "TEACHER_GRAIN", 2)
     case = Case(kl_weight=0.3)
     parts = list(plan_parts(case.plan, group, None))
-    found = count_teachers(parts, 12)
-    assert found is not None and found.rows <= 12 and found.rows % 4 == 0 and found.most % 2 == 0
-    sizes = []
-    for part in parts:
-        picked = part.teacher_index.flatten()[part.rows[: int(part.n_rows)]]
-        sizes += [chunk.unique().numel() for chunk in picked.split(found.rows)]
-    assert max(sizes) <= found.most < max(sizes) + 2
-    assert count_teachers(parts, 2) is None  # two rows cannot share enough
+
+    def most_of(rows: int) -> int:
+        sizes = []
+        for part in parts:
+            picked = part.teacher_index.flatten()[part.rows[: int(part.n_rows)]]
+            sizes += [chunk.unique().numel() for chunk in picked.split(rows)]
+        return max(sizes)
+
+    found = count_teachers(parts, 12, budget)
+    assert found is not None and found.rows in (4, 8, 12)
+    assert most_of(found.rows) <= found.most < most_of(found.rows) + 2
+    assert found.rows + found.most <= budget
+    larger = found.rows + 4  # would have been taken if there were room
+    assert larger > 12 or larger + most_of(larger) > budget
+    assert count_teachers(parts, 2, 4) is None  # two rows cannot share enough
 
 
 def test_a_cpu_does_not_share(monkeypatch):

@@ -18,7 +18,7 @@ from dflash_ext.drafter.context import ContextSums, TrainContext
 from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.layout import BlockLayout
-from dflash_ext.ops.draft_loss import default_chunk_rows, draft_loss_stats
+from dflash_ext.ops.draft_loss import CHUNK_BYTES, default_chunk_rows, draft_loss_stats
 from dflash_ext.ops.draft_loss.teacher import chunk_index, most_teachers
 from dflash_ext.ops.metric_add import metric_add
 
@@ -206,27 +206,35 @@ def teacher_chunks(
 
     group, bound: as in `plan_parts`.
     """
-    weight = head.head_weight
+    weight, limit = head.head_weight, train.loss_chunk_rows
     if not SHARE_TEACHERS or not train.kl_weight or weight.device.type != "cuda":
         return None
-    limit = train.loss_chunk_rows or default_chunk_rows(
-        "cuda", weight.shape[0], weight.element_size(), teacher=True
-    )
-    return count_teachers(list(plan_parts(plan, group, bound)), limit)
+    if limit is None:
+        vocab, itemsize = weight.shape[0], weight.element_size()
+        limit = default_chunk_rows("cuda", vocab, itemsize, teacher=False)
+        budget = CHUNK_BYTES // (vocab * itemsize)
+    else:
+        budget = 2 * limit
+    return count_teachers(list(plan_parts(plan, group, bound)), limit, budget)
 
 
-def count_teachers(parts: list["BatchPlan"], limit: int) -> TeacherChunks | None:
-    """Equal chunks of at most `limit` rows each, or None if nearly all teachers differ in one."""
+def count_teachers(parts: list["BatchPlan"], limit: int, budget: int) -> TeacherChunks | None:
+    """As few equal chunks of at most `limit` rows as have `budget` rows with their teachers, if
+    such chunks have fewer teachers than rows."""
     capacity = max(part.rows.shape[0] for part in parts)
-    even = -(-capacity // max(1, -(-capacity // limit)))
-    rows = max(1, min(limit, -(-even // ROW_ALIGN) * ROW_ALIGN))
-    most = 0
-    for part in parts:
-        tokens = part.doc_start.shape[0]
-        index = chunk_index(part.teacher_index, part.rows, part.n_rows, tokens, rows)
-        most = max(most, most_teachers(index, tokens))
-    most = max(1, -(-most // TEACHER_GRAIN)) * TEACHER_GRAIN
-    return TeacherChunks(rows, most) if most < rows else None
+    chunks = max(1, -(-capacity // limit))
+    while True:
+        even = -(-capacity // chunks)
+        rows = max(1, min(limit, -(-even // ROW_ALIGN) * ROW_ALIGN))
+        found = 0
+        for part in parts:
+            tokens = part.doc_start.shape[0]
+            index = chunk_index(part.teacher_index, part.rows, part.n_rows, tokens, rows)
+            found = max(found, most_teachers(index, tokens))
+        most = max(1, -(-found // TEACHER_GRAIN)) * TEACHER_GRAIN
+        if rows + most <= budget or rows <= ROW_ALIGN:
+            return TeacherChunks(rows, most) if most < rows else None
+        chunks += 1
 
 
 def live_grain(train: TrainConfig) -> int:

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from dflash_ext.ops.block_attention.naive import accumulate_dtype
+from dflash_ext.ops.gather_rows import gather_rows
 
 ENABLED = os.environ.get("DFLASH_SHARED_SLOTS") == "1"
 
@@ -48,10 +49,10 @@ class _Spread(Function):
     def forward(ctx: Any, rows: Tensor, shared: SharedSlots) -> Tensor:
         ctx.shared = shared
         blocks, size, clean = shared
-        out = rows.new_empty(blocks, size, rows.shape[1])
-        out[:, :clean] = rows[: blocks * clean].view(blocks, clean, -1)
-        out[:, clean:] = rows[blocks * clean]
-        return out
+        slot = torch.arange(size, device=rows.device)
+        first = torch.arange(0, blocks * clean, clean, device=rows.device)
+        row_of = (first[:, None] + slot).where(slot < clean, blocks * clean)
+        return gather_rows(rows, row_of.flatten()).view(blocks, size, -1)
 
     @staticmethod
     @once_differentiable
