@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dflash_ext.grad_buckets import BucketPlan
-from dflash_ext.grad_copies import Board, CopiedSums
+from dflash_ext.grad_copies import SHARE_GRAIN, Board, CopiedSums
 from dflash_ext.grad_groups import make_gloo, make_nccl
 
 # NCCL needs long vectors; Gloo's work on one overlaps with the copy of the next.
@@ -123,8 +123,9 @@ class GradSync:
             self._group = CopiedSums(self.rank, self.world, self._device, self._bucket_numel)
             # GPUs open their memory to each other, before any step is under way; torch guards that
             # against no other thread.
-            one = torch.zeros(1, dtype=self._dtype, device=self._device)
-            offers = self._show(self._group.offer([one]), "rendezvous")
+            size = self.world * SHARE_GRAIN  # all ranks have a share, so that all pairs copy
+            first = torch.zeros(size, dtype=self._dtype, device=self._device)
+            offers = self._show(self._group.offer([first]), "rendezvous")
             with self._board.lock:
                 end = self._group.sum(offers)
             self._finish_copies(self._board.show(self.rank, "rendezvous", end), "rendezvous")

@@ -43,6 +43,20 @@ def test_sums_are_added_in_rank_order(world: int, bucket_bytes: int, dtype: torc
                 assert torch.equal(results[rank][call][i], want.float())
 
 
+def test_all_pairs_of_ranks_copy_when_they_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs open their memory to each other then."""
+    seen: list[tuple[int, bool]] = []
+    sum_batch = CopiedSums._sum_batch
+
+    def noted(self: CopiedSums, batch: list[list[torch.Tensor]]) -> None:
+        seen.append((self._rank, all(share.numel() > 0 for share in batch[0])))
+        sum_batch(self, batch)
+
+    monkeypatch.setattr(CopiedSums, "_sum_batch", noted)
+    assert run_ranks(3, lambda sync: None, board=Board(3))[1] == [None] * 3
+    assert sorted(seen) == [(0, True), (1, True), (2, True)]
+
+
 @pytest.mark.parametrize("numel", [1, 600, 1000, 5000])
 def test_batches_of_vectors(numel: int) -> None:
     """Scratch memory for one batch, whatever the number of vectors; the same bits."""
