@@ -29,7 +29,7 @@ from dflash_ext.drafter.loss import (
     plan_group,
     train_batch,
 )
-from dflash_ext.ops.draft_loss import default_chunk_rows
+from dflash_ext.ops.draft_loss import default_chunk_rows, equal_chunk_rows
 from dflash_ext.ops.metric_add import WORD, new_accumulator
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -295,6 +295,15 @@ def test_logits_in_memory_are_bounded(vocab, itemsize, plain, with_teacher):
 
     assert (rows("cuda", False), rows("cuda", True)) == (plain, with_teacher)
     assert rows("cpu", False) == rows("cpu", True) == 2048
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit", "chunks", "want"),
+    [(7680, 4096, 1, 3840), (7680, 2048, 1, 1920), (7680, 4096, 3, 2560), (100, 4096, 1, 128),
+     (300, 100, 1, 100), (0, 4096, 1, 1), (4097, 4096, 1, 2176)],
+)  # fmt: skip
+def test_chunks_are_equal(rows, limit, chunks, want):
+    assert equal_chunk_rows(rows, limit, chunks) == want
 
 
 def test_a_plan_without_rows_keeps_one_chunk():

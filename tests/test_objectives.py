@@ -98,7 +98,7 @@ class Case:
     def found(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Loss and gradient of the states, by the trainer's own objective."""
         hidden = self.hidden.to(dtype, copy=True).requires_grad_()
-        stub = type("Stub", (), {"spec": self.spec, "__call__": lambda *_: hidden})()
+        stub = type("Stub", (), {"spec": self.spec, "__call__": lambda *_, **__: hidden})()
         head = FrozenHead(self.table.to(dtype), self.table.to(dtype))
         last = self.last.to(dtype)
         stats = Objective(self.train, self.spec.layout).stats(stub, head, [], self.plan, last)

@@ -1,5 +1,7 @@
 """Teachers that rows of one chunk share: which they are, and how many on the host."""
 
+import sys
+
 import pytest
 import torch
 from draft_loss_cases import arguments, make_case
@@ -68,7 +70,8 @@ def test_a_cpu_takes_the_shared_teachers_and_changes_no_bit():
 
 @pytest.mark.parametrize("budget, group", [(22, None), (100, None), (20, 5), (22, 5)])
 def test_host_counts_equal_chunks_and_bounds_their_teachers(monkeypatch, budget, group):
-    monkeypatch.setattr(loss_module, "ROW_ALIGN", 4)
+    for module in (loss_module, sys.modules["dflash_ext.ops.draft_loss"]):
+        monkeypatch.setattr(module, "ROW_ALIGN", 4)
     monkeypatch.setattr(loss_module, "TEACHER_GRAIN", 2)
     case = Case(kl_weight=0.3)
     parts = list(plan_parts(case.plan, group, None))

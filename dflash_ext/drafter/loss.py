@@ -18,7 +18,12 @@ from dflash_ext.drafter.context import ContextSums, TrainContext
 from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.layout import BlockLayout
-from dflash_ext.ops.draft_loss import CHUNK_BYTES, default_chunk_rows, draft_loss_stats
+from dflash_ext.ops.draft_loss import (
+    CHUNK_BYTES,
+    default_chunk_rows,
+    draft_loss_stats,
+    equal_chunk_rows,
+)
 from dflash_ext.ops.draft_loss.teacher import chunk_index, most_teachers
 from dflash_ext.ops.metric_add import metric_add
 
@@ -222,10 +227,9 @@ def count_teachers(parts: list["BatchPlan"], limit: int, budget: int) -> Teacher
     """As few equal chunks of at most `limit` rows as have `budget` rows with their teachers, if
     such chunks have fewer teachers than rows."""
     capacity = max(part.rows.shape[0] for part in parts)
-    chunks = max(1, -(-capacity // limit))
+    chunks = 1
     while True:
-        even = -(-capacity // chunks)
-        rows = max(1, min(limit, -(-even // ROW_ALIGN) * ROW_ALIGN))
+        rows = equal_chunk_rows(capacity, limit, chunks)
         found = 0
         for part in parts:
             tokens = part.doc_start.shape[0]
@@ -234,7 +238,7 @@ def count_teachers(parts: list["BatchPlan"], limit: int, budget: int) -> Teacher
         most = max(1, -(-found // TEACHER_GRAIN)) * TEACHER_GRAIN
         if rows + most <= budget or rows <= ROW_ALIGN:
             return TeacherChunks(rows, most) if most < rows else None
-        chunks += 1
+        chunks = -(-capacity // rows) + 1
 
 
 def live_grain(train: TrainConfig) -> int:

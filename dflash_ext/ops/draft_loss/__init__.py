@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ DIVERGENCES = ("forward", "reverse", "js", "tv")  # what `kl` may be
 CHUNK_BYTES, MOST_CHUNK_ROWS = 2**31, 4096
 CPU_CHUNK_ROWS = 2048
 ROW_ALIGN = 128
+# Off until it has been measured: a GPU's last chunk no shorter than the others, whose product with
+# the head's rows fills the multiprocessors badly.
+EQUAL_CHUNKS = os.environ.get("DFLASH_EQUAL_CHUNKS") == "1"
 
 
 def default_chunk_rows(device: str, vocab: int, itemsize: int, *, teacher: bool) -> int:
@@ -28,6 +32,13 @@ def default_chunk_rows(device: str, vocab: int, itemsize: int, *, teacher: bool)
         return CPU_CHUNK_ROWS  # by task and thread, not by chunk
     rows = min(MOST_CHUNK_ROWS, CHUNK_BYTES // (vocab * itemsize)) // (2 if teacher else 1)
     return max(ROW_ALIGN, rows // ROW_ALIGN * ROW_ALIGN)
+
+
+def equal_chunk_rows(rows: int, limit: int, chunks: int = 1) -> int:
+    """Rows of each of as few equal chunks of `rows`, but at least `chunks`, as have at most
+    `limit`, up to ROW_ALIGN."""
+    even = -(-rows // max(chunks, -(-rows // limit)))
+    return max(1, min(limit, -(-even // ROW_ALIGN) * ROW_ALIGN))
 
 
 def draft_loss_stats(
@@ -77,6 +88,8 @@ def draft_loss_stats(
             hidden.element_size(),
             teacher=teacher_hidden is not None,
         )
+        if EQUAL_CHUNKS and hidden.is_cuda:
+            chunk_rows = equal_chunk_rows(rows.shape[0], chunk_rows)
     shared: tuple[Tensor, ...] = ()
     if teacher_hidden is not None and most_teachers is not None and hidden.is_cuda:
         assert teacher_index is not None
@@ -220,11 +233,14 @@ def _save_gradient(
     # The gradient is made by the forward pass; everything but the loss is a by-product of it.
     _, d_hidden, *statistics = output
     ctx.num_inputs = len(inputs)
+    ctx.set_materialize_grads(False)  # those of the by-products would be as large as hidden
     ctx.mark_non_differentiable(d_hidden, *statistics)
     ctx.save_for_backward(d_hidden)
 
 
-def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_loss is None:
+        return (None,) * ctx.num_inputs
     (d_hidden,) = ctx.saved_tensors
     # As a vector of one the factor is not rounded to 16 bits first.
     scaled = torch.ops.dflash_ext.scale_gradient.default(d_hidden, grad_loss.reshape(1))
