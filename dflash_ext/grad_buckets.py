@@ -96,7 +96,7 @@ def _joined(grads: Sequence[Tensor]) -> Tensor:
 
 def _runs(grads: Sequence[Tensor], numel: int, dtype: torch.dtype) -> list[Run]:
     """Neighbours first; of the rest, consecutive runs of at most ``numel`` elements, of which a
-    larger gradient makes one of its own."""
+    larger gradient, or the only one, makes one of its own."""
     runs: list[Run] = []
     room = 0
     for i, grad in enumerate(grads):
@@ -105,7 +105,7 @@ def _runs(grads: Sequence[Tensor], numel: int, dtype: torch.dtype) -> list[Run]:
         if in_place and joins:
             runs[-1] = Run(runs[-1].first, i + 1, True)
             continue
-        alone = in_place and grad.numel() >= numel
+        alone = in_place and (grad.numel() >= numel or len(grads) == 1)
         next_joins = i + 1 < len(grads) and follows(grad, grads[i + 1])
         if alone or (in_place and next_joins):
             runs.append(Run(i, i + 1, True))

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from dflash_ext.config import TrainConfig
 from dflash_ext.drafter import DFlashDraftModel
-from dflash_ext.drafter.fused import has_main_grad, mark_gradients
+from dflash_ext.drafter.fused import (
+    RowBlocks,
+    has_main_grad,
+    linear,
+    mark_gradients,
+    request_blocks,
+    split_linear,
+)
 from dflash_ext.drafter.loss import Objective, train_batch
 from dflash_ext.flat_params import FlatParams
 from dflash_ext.metrics import summarise
@@ -149,3 +156,37 @@ def test_storage_without_its_own_zeroing_repeats_bit_for_bit():
     runs = [run(build_loop("cpu", torch.float32, flat=True, steps=3)) for _ in range(2)]
     assert runs[0][1] == runs[1][1]
     assert all(torch.equal(runs[0][0][name], runs[1][0][name]) for name in runs[0][0])
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 7, 8])
+def test_gradient_in_blocks_of_rows(rows: int, split: bool) -> None:
+    """Of integers, so that no order of additions rounds: overwritten, then added to."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-4, 5, shape, generator=generator).float()
+
+    weight = nn.Parameter(integers(rows, 15))
+    FlatParams([nn.Parameter(integers(3)), weight])
+    weight.main_grad.fill_(torch.nan)
+    blocks: list[Tensor] = []
+    finished: list[Tensor] = []
+
+    def made(block: Tensor) -> None:
+        blocks.append(block)
+        finished.append(block.clone())
+
+    request_blocks(weight, RowBlocks(4, made))
+    wanted = torch.zeros(rows, 15)
+    for use in range(2):
+        x, grad_out = integers(3, 6, 5), integers(6, rows)
+        flat = x.transpose(0, 1).reshape(6, 15)
+        wanted += grad_out.T @ flat
+        out = split_linear(x, weight) if split else linear(flat, weight)
+        out.backward(grad_out)
+        assert len(blocks) == len(wanted.chunk(4)) and all(b.is_contiguous() for b in blocks)
+        assert torch.equal(torch.cat(finished), wanted), use
+        assert torch.equal(weight.main_grad, wanted)
+        assert blocks[0].data_ptr() == weight.main_grad.data_ptr()
+        blocks.clear(), finished.clear()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from grad_sync_cases import gradients, run_ranks
 
 from dflash_ext import grad_groups
+from dflash_ext.grad_buckets import BucketPlan
 from dflash_ext.grad_sync import GradSync, make_store
 
 
@@ -117,6 +118,13 @@ def test_neighbours_in_memory_are_summed_where_they_are(
         assert torch.equal(results[0][call], (a + b).float())
         assert torch.equal(results[1][call], (a + b).float())
     assert bool(copied) == (dtype == torch.bfloat16)
+
+
+def test_one_gradient_is_summed_where_it_is() -> None:
+    """However short it is beside a vector."""
+    grad = torch.arange(12.0).view(3, 4)[1:]
+    (vector,) = BucketPlan([grad], 1000, torch.float32, torch.device("cpu")).gather([grad])
+    assert vector.data_ptr() == grad.data_ptr() and vector.shape == (8,)
 
 
 def test_neighbours_that_move_apart_are_refused() -> None:

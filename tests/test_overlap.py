@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dflash_ext.config import TrainConfig
 from dflash_ext.drafter.loss import Objective, forward_backward
-from dflash_ext.drafter.overlap import BackwardSync
+from dflash_ext.drafter.overlap import FC_BLOCKS, BackwardSync
 from dflash_ext.grad_sync import GradSync, make_store
 from dflash_ext.optim import DrafterOptimizer, global_norm
 
@@ -119,7 +119,10 @@ def test_layers_go_last_to_first_and_what_the_context_uses_at_the_end(flat: bool
         sum(n for name, n in matrices.items() if f"layers.{i}." in name) - shared // spec.num_layers
         for i in range(spec.num_layers)
     ]
-    wanted = [*early[::-1], shared, sum(size.values()) - sum(early) - shared]
+    vectors = sum(size.values()) - sum(matrices.values())
+    fc = matrices["fc.weight"]
+    rest = [*[fc // FC_BLOCKS] * FC_BLOCKS, vectors] if flat else [fc + vectors]
+    wanted = [*early[::-1], shared, *rest]
     for _, sync in gradients(overlapped=True, group=5, flat=flat):
         assert sync.parts == wanted * 2
 
@@ -153,6 +156,27 @@ def test_sum_of_keys_and_values_begins_before_fc_has_a_gradient(
     monkeypatch.setattr(BackwardSync, "_begin", noted)
     gradients(overlapped=True, group=5, flat=True, steps=1)
     assert fc_at_begin == [False, False]
+
+
+def test_sum_of_a_block_of_fc_begins_before_the_next_one_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the gradient's norm is taken when its last block has been summed."""
+    made: list[list[bool]] = []
+    completed: list[bool] = []
+    start = BackwardSync._start
+
+    def noted(self: BackwardSync, grads: list[Tensor], params: list[torch.nn.Parameter]) -> None:
+        if self._context_begun and len(grads) == 1:
+            made.append([bool(block.any()) for block in self._fc.grad.chunk(FC_BLOCKS)])
+            completed.append(any(p is self._fc for p in params))
+        start(self, grads, params)
+
+    monkeypatch.setattr(BackwardSync, "_start", noted)
+    gradients(overlapped=True, group=5, flat=True, steps=1)
+    wanted = [[block <= i for block in range(FC_BLOCKS)] for i in range(FC_BLOCKS)]
+    assert sorted(made) == sorted(wanted * WORLD)
+    assert sum(completed) == WORLD
 
 
 def test_error_of_a_sum_leaves_the_backward_pass() -> None:

@@ -10,7 +10,7 @@ Letters: N rows, H hidden, Hq/Hk query/key heads, D head size, F width of the ML
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,6 +25,18 @@ from dflash_ext.ops.qkv_norm_rope import qkv_norm_rope_backward
 from dflash_ext.ops.rms_norm import rms_norm_backward
 
 Grad = TypeVar("Grad")
+
+
+class RowBlocks(NamedTuple):
+    """A gradient is made in at most `number` blocks of rows, each then handed to `made`."""
+
+    number: int
+    made: Callable[[Tensor], None]
+
+
+def request_blocks(weight: Tensor, blocks: RowBlocks | None) -> None:
+    """How the weight's `main_grad` is made from now on, by a product of its own."""
+    weight.main_grad_blocks = blocks  # type: ignore[attr-defined]
 
 
 def has_main_grad(parameter: Tensor) -> bool:
@@ -42,7 +54,21 @@ def mark_gradients(parameters: Iterable[Tensor], *, started: bool) -> None:
 def add_matrix_grad(weights: Sequence[Tensor], grad_out: Tensor, x: Tensor) -> None:
     """main_grad of adjacent weights [out_i, in] += grad_out[N, sum out]^T @ x[N, in]."""
     grad = merged_view([weight.main_grad for weight in weights])  # type: ignore[attr-defined]
-    _gemm(grad, grad_out.T, x, _start(weights))
+    started = _start(weights)
+    for rows, grad_rows in _row_blocks(weights[0], grad, grad_out):
+        _gemm(rows, grad_rows, x, started)
+
+
+def _row_blocks(weight: Tensor, grad: Tensor, grad_out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """grad [out, in] and grad_out [N, out] transposed, by rows if the weight wants it so."""
+    blocks: RowBlocks | None = getattr(weight, "main_grad_blocks", None)
+    if blocks is None:
+        yield grad, grad_out.T
+        return
+    parts = grad.chunk(blocks.number), grad_out.T.chunk(blocks.number)
+    for rows, grad_rows in zip(*parts, strict=True):
+        yield rows, grad_rows
+        blocks.made(rows)
 
 
 def matrix_grads(
@@ -140,9 +166,9 @@ class _SplitLinear(Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[None, None]:
         (x,) = ctx.saved_tensors
         started = _start([ctx.weight])
-        grads = ctx.weight.main_grad.chunk(x.shape[0], dim=1)
-        for states, grad in zip(x, grads, strict=True):
-            _gemm(grad, grad_out.T, states, started)
+        for rows, grad_rows in _row_blocks(ctx.weight, ctx.weight.main_grad, grad_out):
+            for states, grad in zip(x, rows.chunk(x.shape[0], dim=1), strict=True):
+                _gemm(grad, grad_rows, states, started)
         return None, None
 
 

@@ -9,32 +9,44 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from dflash_ext.drafter import side_stream
+from dflash_ext.drafter.fused import RowBlocks, request_blocks
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.grad_sync import GradSync
 from dflash_ext.optim import norms_of, total_norm
 
 # Matrices of a layer that the context uses too: their gradients end with the context's backward.
 CONTEXT_WEIGHTS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
+# The last product of a step makes fc's gradient: only its last block's sum has none beside it.
+# At 5120 x 25600 four blocks have as many tiles in flight as one product.
+FC_BLOCKS = 4
 
 
 class BackwardSync:
     """Hands gradients to a GradSync as soon as they are final, in a few long parts.
 
     Those of a layer's matrices when the last blocks' backward pass has left it, from the last layer
-    to the first; keys' and values' before that of `fc`; the rest at the end, with the small vectors
-    of all layers: however short a sum is, on a GPU it waits for its turn beside the products.
+    to the first; keys' and values' before that of `fc`; this one in blocks of rows, if it has
+    storage of its own; the rest at the end, with the small vectors of all layers: however short a
+    sum is, on a GPU it waits for its turn beside the products.
 
     Args:
         params: the trained parameters in the order in which their gradients lie in memory, the
             same on all ranks.
+        fc_blocks: at most as many of fc's gradient, the same on all ranks.
     """
 
     def __init__(
-        self, model: DFlashDraftModel, sync: GradSync, params: Sequence[nn.Parameter]
+        self,
+        model: DFlashDraftModel,
+        sync: GradSync,
+        params: Sequence[nn.Parameter],
+        fc_blocks: int = FC_BLOCKS,
     ) -> None:
         self._modules = list(model.layers)
         self._sync, self._params = sync, params
-        self._begun: list[nn.Parameter] = []
+        self._fc, self._fc_blocks = model.get_parameter("fc.weight"), fc_blocks
+        # What was handed over, in order: the parameters whose gradients each part completes.
+        self._begun: list[list[nn.Parameter]] = []
         layer_of = {
             parameter: index
             for index, layer in enumerate(model.layers)
@@ -68,9 +80,11 @@ class BackwardSync:
 
     def begin_context(self) -> None:
         """Keys' and values' gradients are final: in the context's backward, or behind it."""
-        if not self._context_begun:
-            self._begin(self._context)
+        if self._context_begun:
+            return
+        self._begin(self._context)
         self._context_begun = True
+        request_blocks(self._fc, RowBlocks(self._fc_blocks, self._begin_fc_rows))
 
     def finish(self) -> Tensor:
         """After the context's backward: the remaining gradients, and the end of all sums.
@@ -81,10 +95,18 @@ class BackwardSync:
         Raises (as ``watching`` and ``begin_context``): what GradSync raises.
         """
         self.begin_context()
-        self._begin(self._rest)
-        norms: list[Tensor] = []
-        self._sync.finish(lambda grads: norms.extend(norms_of(grads)))
-        norm_of = dict(zip(self._begun, norms, strict=True))
+        request_blocks(self._fc, None)
+        done = {p for part in self._begun for p in part}
+        self._begin([p for p in self._rest if p not in done])
+        norm_of: dict[nn.Parameter, Tensor] = {}
+        parts = iter(self._begun)
+
+        def take_norms(_: Sequence[Tensor]) -> None:
+            part = next(parts)
+            norms = norms_of([p.grad for p in part if p.grad is not None]) if part else []
+            norm_of.update(zip(part, norms, strict=True))
+
+        self._sync.finish(take_norms)
         self._next = len(self._modules) - 1
         self._context_begun, self._begun = False, []
         return total_norm([norm_of[p] for p in self._params if p in norm_of])
@@ -101,8 +123,19 @@ class BackwardSync:
             self._begin(self._layers[self._next])
             self._next -= 1
 
+    def _begin_fc_rows(self, rows: Tensor) -> None:
+        """A block of fc's gradient, from the first to the last."""
+        grad = self._fc.grad
+        assert grad is not None
+        end = grad.storage_offset() + grad.numel()
+        is_last = rows.storage_offset() + rows.numel() == end
+        self._start([rows], [self._fc] if is_last else [])
+
     def _begin(self, params: Sequence[nn.Parameter]) -> None:
-        self._begun += [p for p in params if p.grad is not None]
-        grads = [p.grad for p in params if p.grad is not None]
+        params = [p for p in params if p.grad is not None]
+        self._start([p.grad for p in params if p.grad is not None], params)
+
+    def _start(self, grads: list[Tensor], completed: list[nn.Parameter]) -> None:
+        self._begun.append(completed)
         side_stream.join(grads[0].device)
         self._sync.start(grads)
