@@ -78,8 +78,9 @@ class CopiedSums:
     """One rank's share of the sums: it alone adds up its part of each vector, in rank order.
 
     A share is copied from the other ranks, added up and copied back to them: every rank gets the
-    same bits, which do not depend on how vectors are cut. No stream waits for what has not been
-    given to a GPU yet, so that nothing can stand still between two of them.
+    same bits, which do not depend on how vectors are cut. Copies from other ranks have streams of
+    their own: while an addition waits until a product ends, the next sum's copies go on. No stream
+    waits for what has not been given to a GPU yet, so that nothing can stand still between two.
 
     Args:
         numel: as many elements of vectors are worked off at a time, or one longer vector; scratch
@@ -89,9 +90,11 @@ class CopiedSums:
     def __init__(self, rank: int, world: int, device: torch.device, numel: int) -> None:
         self._rank, self._world, self._device, self._numel = rank, world, device, numel
         self._scratch = torch.empty(0)
+        self._used = 0  # of scratch, by sums whose additions may still be to come
+        self._added: torch.cuda.Event | None = None  # the last addition
         # torch copies between GPUs on the current stream of the source, and lets the destination's
-        # current stream wait: of each GPU this rank has a stream that nothing else uses.
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        # current stream wait: of each GPU this rank has streams that nothing else uses.
+        self._streams: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
 
     def offer(self, vectors: list[Tensor]) -> Offer:
         """The vectors with what the current stream has been given for them so far."""
@@ -105,14 +108,14 @@ class CopiedSums:
 
         Returns what a rank must wait for before it reads these shares of its vectors.
         """
-        with self._on_streams(offers) as stream:
-            if stream is not None:
-                for offer in offers:
-                    if offer.ready is not None:
-                        stream.wait_event(offer.ready)
-            for batch in self._batches(offers):
-                self._sum_batch(batch)
-            return None if stream is None else stream.record_event()
+        with self._on_streams("fetch", offers) as fetch:
+            for offer in offers:
+                if fetch is not None and offer.ready is not None:
+                    fetch.wait_event(offer.ready)
+        for batch in self._batches(offers):
+            self._sum_batch(batch, offers)
+        with self._on_streams("add", offers) as add:
+            return None if add is None else add.record_event()
 
     def _batches(self, offers: Sequence[Offer]) -> Iterator[list[list[Tensor]]]:
         """Of shares, by vector and rank: of about `numel` elements of vectors at a time."""
@@ -127,19 +130,25 @@ class CopiedSums:
         if batch:
             yield batch
 
-    def _sum_batch(self, batch: list[list[Tensor]]) -> None:
+    def _sum_batch(self, batch: list[list[Tensor]], offers: Sequence[Offer]) -> None:
         """All transfers before the first addition: that waits until a product ends elsewhere."""
         # Each rank begins with another neighbour: no GPU has to serve all others at once.
         others = [(self._rank + i) % self._world for i in range(1, self._world)]
-        terms_of = self._terms([shares[self._rank] for shares in batch])
-        for shares, terms in zip(batch, terms_of, strict=True):
-            for rank in others:
-                terms[rank].copy_(shares[rank], non_blocking=True)
-        for terms in terms_of:
-            self._add(terms)
-        for shares in batch:
-            for rank in others:
-                shares[rank].copy_(shares[self._rank], non_blocking=True)
+        with self._on_streams("fetch", offers) as fetch:
+            terms_of = self._terms([shares[self._rank] for shares in batch], fetch)
+            for shares, terms in zip(batch, terms_of, strict=True):
+                for rank in others:
+                    terms[rank].copy_(shares[rank], non_blocking=True)
+            fetched = None if fetch is None else fetch.record_event()
+        with self._on_streams("add", offers) as add:
+            if add is not None and fetched is not None:
+                add.wait_event(fetched)
+            for terms in terms_of:
+                self._add(terms)
+            self._added = None if add is None else add.record_event()
+            for shares in batch:
+                for rank in others:
+                    shares[rank].copy_(shares[self._rank], non_blocking=True)
 
     def _add(self, terms: list[Tensor]) -> None:
         """((rank 0's + rank 1's) + rank 2's) + ..., whoever adds, in place of this rank's own."""
@@ -156,15 +165,20 @@ class CopiedSums:
         first = min(vector.numel(), self._rank * size)
         return vector[first : first + size]
 
-    def _terms(self, shares: list[Tensor]) -> list[list[Tensor]]:
+    def _terms(self, shares: list[Tensor], stream: torch.cuda.Stream | None) -> list[list[Tensor]]:
         """For each of this rank's shares the terms of its sum, by rank: itself and, for the other
-        ranks' parts, scratch memory."""
+        ranks' parts, scratch memory, which the stream may write."""
         grains = [-(-share.numel() // SHARE_GRAIN) for share in shares]
         lengths = [SHARE_GRAIN * n for n in grains for _ in range(self._world - 1)]
-        dtype = shares[0].dtype
-        if self._scratch.numel() < sum(lengths) or self._scratch.dtype != dtype:
-            self._scratch = shares[0].new_empty(sum(lengths))
-        rows = iter(self._scratch[: sum(lengths)].split(lengths))
+        size, dtype = sum(lengths), shares[0].dtype
+        if self._used + size > self._scratch.numel() or self._scratch.dtype != dtype:
+            self._used = 0
+            if stream is not None and self._added is not None:
+                stream.wait_event(self._added)
+        if self._scratch.numel() < size or self._scratch.dtype != dtype:
+            self._scratch = shares[0].new_empty(size)
+        rows = iter(self._scratch[self._used : self._used + size].split(lengths))
+        self._used += size
         return [
             [
                 share if rank == self._rank else next(rows)[: share.numel()]
@@ -174,15 +188,17 @@ class CopiedSums:
         ]
 
     @contextlib.contextmanager
-    def _on_streams(self, offers: Sequence[Offer]) -> Iterator[torch.cuda.Stream | None]:
-        """Makes this rank's streams current on all GPUs; yields that of its own."""
+    def _on_streams(
+        self, purpose: str, offers: Sequence[Offer]
+    ) -> Iterator[torch.cuda.Stream | None]:
+        """Makes this rank's streams for that current on all GPUs; yields the one of its own."""
         if self._device.type != "cuda":
             yield None
             return
         devices = {offer.device for offer in offers} - {self._device}
         with contextlib.ExitStack() as stack:
             for device in (*sorted(devices, key=str), self._device):  # the last is current
-                if device not in self._streams:
-                    self._streams[device] = torch.cuda.Stream(device, priority=-1)
-                stack.enter_context(torch.cuda.stream(self._streams[device]))
-            yield self._streams[self._device]
+                if (purpose, device) not in self._streams:
+                    self._streams[purpose, device] = torch.cuda.Stream(device, priority=-1)
+                stack.enter_context(torch.cuda.stream(self._streams[purpose, device]))
+            yield self._streams[purpose, self._device]

@@ -1,6 +1,7 @@
 """GradSync with a Board: sums by copies between threads of one process."""
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -48,9 +49,9 @@ def test_all_pairs_of_ranks_copy_when_they_connect(monkeypatch: pytest.MonkeyPat
     seen: list[tuple[int, bool]] = []
     sum_batch = CopiedSums._sum_batch
 
-    def noted(self: CopiedSums, batch: list[list[torch.Tensor]]) -> None:
+    def noted(self: CopiedSums, batch: list[list[torch.Tensor]], offers: list[Offer]) -> None:
         seen.append((self._rank, all(share.numel() > 0 for share in batch[0])))
-        sum_batch(self, batch)
+        sum_batch(self, batch, offers)
 
     monkeypatch.setattr(CopiedSums, "_sum_batch", noted)
     assert run_ranks(3, lambda sync: None, board=Board(3))[1] == [None] * 3
@@ -193,20 +194,24 @@ def test_board_keeps_nothing_that_all_have_read() -> None:
 
 
 def test_order_on_the_streams_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rank 1 gives to its streams, with stand-ins for GPUs."""
+    """What rank 1 gives to its streams in two sums, with stand-ins for GPUs."""
     log: list[tuple[str, str]] = []  # operation, and the streams it is given to or that are current
     current: list[str] = ["training"]
+    made: list[str] = []
+    events = itertools.count()
 
     class Stream:
         def __init__(self, device: torch.device, priority: int) -> None:
-            self.name = str(device)
+            made.append(str(device))
+            self.name = f"{device}, {'fetch' if made.count(str(device)) == 1 else 'add'}"
 
         def wait_event(self, event: object) -> None:
             log.append((f"wait for {event}", self.name))
 
         def record_event(self) -> str:
-            log.append(("record", self.name))
-            return "end"
+            event = f"event {next(events)}"
+            log.append((event, self.name))
+            return event
 
     @contextlib.contextmanager
     def stream(of: Stream) -> Iterator[None]:
@@ -224,19 +229,44 @@ def test_order_on_the_streams_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     gpus = [torch.device("cuda", i) for i in range(2)]
-    vectors = [torch.full((300,), rank + 1.0).as_subclass(Noted) for rank in range(2)]
-    offers = [
-        Offer(gpu, [vector], f"rank {i}")
-        for i, (gpu, vector) in enumerate(zip(gpus, vectors, strict=True))
-    ]
-    assert CopiedSums(1, 2, gpus[1], 1000).sum(offers) == "end"
-    assert log == [
-        ("wait for rank 0", "cuda:1"),
-        ("wait for rank 1", "cuda:1"),
-        ("copy_", "cuda:0 and cuda:1"),
-        ("add_", "cuda:0 and cuda:1"),
-        ("copy_", "cuda:0 and cuda:1"),
-        ("record", "cuda:1"),
-    ]
-    assert current == ["training"]
-    assert all(vector[256:].eq(3).all() and vector[:256].lt(3).all() for vector in vectors)
+    group = CopiedSums(1, 2, gpus[1], 1000)
+
+    def sum_of(size: int) -> str:
+        log.clear()
+        vectors = [torch.full((size,), rank + 1.0).as_subclass(Noted) for rank in range(2)]
+        offers = [
+            Offer(gpu, [vector], f"rank {i}")
+            for i, (gpu, vector) in enumerate(zip(gpus, vectors, strict=True))
+        ]
+        end = group.sum(offers)
+        assert current == ["training"]
+        cut = -(-size // 256) * 128
+        assert all(vector[cut:].eq(3).all() and vector[:cut].lt(3).all() for vector in vectors)
+        return end
+
+    def wanted(first: int, *waits: tuple[str, str]) -> list[tuple[str, str]]:
+        return [
+            ("wait for rank 0", "cuda:1, fetch"),
+            ("wait for rank 1", "cuda:1, fetch"),
+            *waits,
+            ("copy_", "cuda:0, fetch and cuda:1, fetch"),
+            (f"event {first}", "cuda:1, fetch"),
+            (f"wait for event {first}", "cuda:1, add"),
+            ("add_", "cuda:0, add and cuda:1, add"),
+            (f"event {first + 1}", "cuda:1, add"),
+            ("copy_", "cuda:0, add and cuda:1, add"),
+            (f"event {first + 2}", "cuda:1, add"),
+        ]
+
+    assert sum_of(700) == "event 2"
+    assert log == wanted(0)
+    # Scratch memory of 384 elements is taken: the last addition must have read it.
+    sum_of(300)
+    assert log == wanted(3, ("wait for event 1", "cuda:1, fetch"))
+    for first in (6, 9):  # beside the last one's 128
+        sum_of(300)
+        assert log == wanted(first)
+    sum_of(300)
+    assert log == wanted(12, ("wait for event 10", "cuda:1, fetch"))
+    sum_of(1400)  # a longer one
+    assert log == wanted(15, ("wait for event 13", "cuda:1, fetch"))
