@@ -7,11 +7,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
 Span = tuple[int, int]
+LAUNCH_GAP_NS = 20_000
 
 # The first kind whose pattern a name matches.
 KINDS = (
@@ -54,8 +56,9 @@ def timeline(found: Sequence[Activity], steps: int) -> dict[str, float]:
 
     The training stream is the busiest one; all others belong to the sums. span: first start to last
     end; main, sums: when either has anything running; both: when both have; exposed: sums alone;
-    idle: neither; longest_wait: the longest pause of the training stream (of all steps);
-    products, main_other, nccl, copies, additions: times of their activities, added up.
+    idle: neither; stalled: of that, more than gaps between launches; longest_wait: the longest
+    pause of the training stream (of all steps); products, main_other, nccl, copies, additions:
+    times of their activities, added up.
     """
     lasts: Counter[int] = Counter()
     for a in found:
@@ -72,7 +75,6 @@ def timeline(found: Sequence[Activity], steps: int) -> dict[str, float]:
             kind = "additions"
         parts[kind or "main_other"] += a.end - a.start
     span = either[-1][1] - either[0][0]
-    pauses = [after[0] - before[1] for before, after in zip(main, main[1:], strict=False)]
     result = {
         "span": span,
         "main": total(main),
@@ -80,10 +82,11 @@ def timeline(found: Sequence[Activity], steps: int) -> dict[str, float]:
         "both": both,
         "exposed": total(sums) - both,
         "idle": span - total(either),
+        "stalled": sum(ns for ns in pauses(either) if ns > LAUNCH_GAP_NS),
         **{kind: parts[kind] for kind in ("products", "main_other", "nccl", "copies", "additions")},
     }
     return {name: ns / steps / 1e6 for name, ns in result.items()} | {
-        "longest_wait": max(pauses, default=0) / 1e6
+        "longest_wait": max(pauses(main), default=0) / 1e6
     }
 
 
@@ -96,6 +99,11 @@ def union(spans: Iterable[Span]) -> list[Span]:
         else:
             merged.append((start, end))
     return merged
+
+
+def pauses(spans: Sequence[Span]) -> list[int]:
+    """Between neighbours of `union`."""
+    return [after[0] - before[1] for before, after in pairwise(spans)]
 
 
 def total(spans: Iterable[Span]) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dflash_ext.drafter.overlap import FC_BLOCKS
 from dflash_ext.grad_copies import Board
 from dflash_ext.grad_sync import GradSync, make_board
 
@@ -23,6 +24,7 @@ class Variant:
     sums: str = "default"  # library: NCCL or Gloo; late too, but behind the backward pass
     ctas: int | None = None  # NCCL's blocks
     bucket_mib: int | None = None
+    fc_blocks: int = FC_BLOCKS
     carveout: int | None = None  # multiprocessors that cuBLAS leaves to others
     dtype: torch.dtype = torch.float32
 
@@ -44,12 +46,12 @@ class Variant:
             key, _, value = word.partition("=")
             if word in SUMS:
                 fields["sums"] = word
-            elif key in ("ctas", "bucket_mib", "carveout") and value.isdigit():
+            elif key in ("ctas", "bucket_mib", "carveout", "fc_blocks") and value.isdigit():
                 fields[key] = int(value)
             elif key == "dtype" and value in DTYPES:
                 fields[key] = DTYPES[value]
             elif word != "default":
-                known = f"{', '.join(SUMS)}, ctas=, bucket_mib=, carveout= or dtype="
+                known = f"{', '.join(SUMS)}, ctas=, bucket_mib=, carveout=, fc_blocks= or dtype="
                 raise ValueError(f"variant: found {word!r}, want {known}")
         return cls(words, **fields)
 

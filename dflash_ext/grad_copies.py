@@ -78,8 +78,8 @@ class CopiedSums:
     """One rank's share of the sums: it alone adds up its part of each vector, in rank order.
 
     A share is copied from the other ranks, added up and copied back to them: every rank gets the
-    same bits, which do not depend on how vectors are cut. Copies from other ranks have streams of
-    their own: while an addition waits until a product ends, the next sum's copies go on. No stream
+    same bits, which do not depend on how vectors are cut. Copies have streams of their own
+    in either direction: while an addition waits until a product ends, other sums' go on. No stream
     waits for what has not been given to a GPU yet, so that nothing can stand still between two.
 
     Args:
@@ -114,8 +114,8 @@ class CopiedSums:
                     fetch.wait_event(offer.ready)
         for batch in self._batches(offers):
             self._sum_batch(batch, offers)
-        with self._on_streams("add", offers) as add:
-            return None if add is None else add.record_event()
+        with self._on_streams("give back", offers) as give_back:
+            return None if give_back is None else give_back.record_event()
 
     def _batches(self, offers: Sequence[Offer]) -> Iterator[list[list[Tensor]]]:
         """Of shares, by vector and rank: of about `numel` elements of vectors at a time."""
@@ -140,12 +140,15 @@ class CopiedSums:
                 for rank in others:
                     terms[rank].copy_(shares[rank], non_blocking=True)
             fetched = None if fetch is None else fetch.record_event()
-        with self._on_streams("add", offers) as add:
+        with self._on_streams("add") as add:
             if add is not None and fetched is not None:
                 add.wait_event(fetched)
             for terms in terms_of:
                 self._add(terms)
             self._added = None if add is None else add.record_event()
+        with self._on_streams("give back", offers) as give_back:
+            if give_back is not None and self._added is not None:
+                give_back.wait_event(self._added)
             for shares in batch:
                 for rank in others:
                     shares[rank].copy_(shares[self._rank], non_blocking=True)
@@ -189,9 +192,9 @@ class CopiedSums:
 
     @contextlib.contextmanager
     def _on_streams(
-        self, purpose: str, offers: Sequence[Offer]
+        self, purpose: str, offers: Sequence[Offer] = ()
     ) -> Iterator[torch.cuda.Stream | None]:
-        """Makes this rank's streams for that current on all GPUs; yields the one of its own."""
+        """Makes this rank's streams for that current on those GPUs and its own; yields this one."""
         if self._device.type != "cuda":
             yield None
             return

@@ -197,13 +197,15 @@ def test_order_on_the_streams_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     """What rank 1 gives to its streams in two sums, with stand-ins for GPUs."""
     log: list[tuple[str, str]] = []  # operation, and the streams it is given to or that are current
     current: list[str] = ["training"]
-    made: list[str] = []
+    names = iter(
+        ["cuda:0, fetch", "cuda:1, fetch", "cuda:1, add", "cuda:0, give back", "cuda:1, give back"]
+    )
     events = itertools.count()
 
     class Stream:
         def __init__(self, device: torch.device, priority: int) -> None:
-            made.append(str(device))
-            self.name = f"{device}, {'fetch' if made.count(str(device)) == 1 else 'add'}"
+            self.name = next(names)
+            assert self.name.startswith(str(device))
 
         def wait_event(self, event: object) -> None:
             log.append((f"wait for {event}", self.name))
@@ -252,10 +254,11 @@ def test_order_on_the_streams_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> No
             ("copy_", "cuda:0, fetch and cuda:1, fetch"),
             (f"event {first}", "cuda:1, fetch"),
             (f"wait for event {first}", "cuda:1, add"),
-            ("add_", "cuda:0, add and cuda:1, add"),
+            ("add_", "cuda:1, add"),
             (f"event {first + 1}", "cuda:1, add"),
-            ("copy_", "cuda:0, add and cuda:1, add"),
-            (f"event {first + 2}", "cuda:1, add"),
+            (f"wait for event {first + 1}", "cuda:1, give back"),
+            ("copy_", "cuda:0, give back and cuda:1, give back"),
+            (f"event {first + 2}", "cuda:1, give back"),
         ]
 
     assert sum_of(700) == "event 2"
