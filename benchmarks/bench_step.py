@@ -1,7 +1,7 @@
 """The drafter's whole training step: against its matrix products alone, and against the trainers.
 
 `measure` is what `python -m benchmarks.run --only step [--peers DIR]` prints: forward and backward
-beside the floor (step_floor), SpecForge, speculators (step_peers) and, for the loss alone, Liger.
+beside its products (step_floor), SpecForge and speculators (step_peers) and, for the loss, Liger.
 `python -m benchmarks.bench_step sides --shape 8b` does so for one size, `parts` prints where the
 time goes. Every side is compared with fp32 first (step_check); what fails is not timed, but said.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import median_seconds, step_peers
 from benchmarks.run import facts, line
 from benchmarks.step_check import CheckFailed, Errors, Reference
-from benchmarks.step_floor import Floor
+from benchmarks.step_floor import Floor, made_gemms, step_gemms
 from benchmarks.step_parts import PARTS, breakdown, profiled
 from benchmarks.step_problem import CE, KL, KL_CE, SHAPES, Problem, Terms, make_problem
 from dflash_ext import ops
@@ -65,24 +65,27 @@ class Step:
         if self.optimizer.flat is None:
             for parameter in self.optimizer.params:
                 parameter.grad = None
-        objective, key = problem.objective(terms), (terms, group)
-        if key not in self.teachers:
-            self.teachers[key] = teacher_chunks(
-                self.host_plan, objective.train, problem.head, group
-            )
         loss = train_batch(
             problem.model,
             problem.head,
             problem.plan,
             problem.hidden,
-            objective=objective,
-            teachers=self.teachers[key],
+            objective=problem.objective(terms),
+            teachers=self.teachers_of(terms, group),
             last_hidden=problem.last if terms.kl else None,
             group=group,
             overlap=overlap,
         )
         self.norm = overlap.finish() if overlap is not None else None
         return loss
+
+    def teachers_of(self, terms: Terms, group: int | None = None) -> TeacherChunks | None:
+        """How the loss shares teachers, if it does; counted once."""
+        key, problem = (terms, group), self.problem
+        if key not in self.teachers:
+            train = problem.objective(terms).train
+            self.teachers[key] = teacher_chunks(self.host_plan, train, problem.head, group)
+        return self.teachers[key]
 
     def gradients(self) -> dict[str, Tensor]:
         named = self.problem.model.named_parameters()
@@ -119,12 +122,22 @@ def _measure_step(problem: Problem, sides: Sequence[str]) -> Iterator[Row]:
             yield _checked(problem, terms, "this step", errors)
             mine[terms] = functools.partial(step.run, terms)
     for terms in (CE, KL_CE) if "floor" in sides else ():
-        floor = Floor(problem, terms)
-        flops = sum(floor.flops.values())
-        yield _timed(problem, terms, mine.get(terms), "its products in cuBLAS", floor.run, flops)
+        yield from _measure_floors(step, terms, mine.get(terms))
     for who, terms, make in _peers(problem):
         if who.split(",")[0] in sides:
             yield from _measure_peer(problem, reference, mine.get(terms), who, terms, make)
+
+
+def _measure_floors(step: Step, terms: Terms, mine: Callable[[], object] | None) -> Iterator[Row]:
+    """Beside the products of the algorithm as stated, and beside those that are really made."""
+    problem = step.problem
+    floors = {"its products in cuBLAS": step_gemms(problem, terms)}
+    made = made_gemms(problem, terms, step.teachers_of(terms))
+    if made not in floors.values():
+        floors["the products it makes, in cuBLAS"] = made
+    for name, gemms in floors.items():
+        floor = Floor(problem, gemms)
+        yield _timed(problem, terms, mine, name, floor.run, sum(floor.flops.values()))
 
 
 def _measure_peer(
@@ -212,10 +225,11 @@ def _measure_loss(problem: Problem) -> Iterator[Row]:
 def measure_parts(problem: Problem, terms: Terms) -> list[Row]:
     """Time, share, TFLOP/s and distance to the floor of each part of step and optimizer.
 
-    Kernel times of profiled steps; the floor of each part comes from passes over the products in
-    between, under the same load.
+    Kernel times of profiled steps; the floor of each part comes from passes over the products that
+    the step makes, in between, under the same load.
     """
-    step, floor = Step(problem), Floor(problem, terms)
+    step = Step(problem)
+    floor = Floor(problem, made_gemms(problem, terms, step.teachers_of(terms)))
     step_index = 0
 
     def whole() -> None:

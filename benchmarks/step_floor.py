@@ -1,13 +1,15 @@
-"""The floor of a drafter step: the matrix products that it cannot avoid, timed in cuBLAS.
+"""The floor of a drafter step: its matrix products, timed in cuBLAS.
 
-Forward, input gradient and weight gradient of every projection, those side by side (q, k and v;
+`step_gemms` are those of the algorithm as stated, all of which SpecForge and speculators make:
+forward, input gradient and weight gradient of every projection, those side by side (q, k and v;
 gate and up; k and v of the context) as one. Of the head only the weighted rows, without a weight
 gradient (it is frozen); of fc no input gradient (its input is the target's). The teacher's head
-comes on top where the loss has a KL term.
+comes on top where the loss has a KL term. `made_gemms` are those of them that this package makes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -15,6 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.step_problem import Problem, Terms
+from dflash_ext.drafter.fused import has_main_grad
+from dflash_ext.drafter.loss import TeacherChunks
+from dflash_ext.drafter.shared_slots import COPIES
 
 PARTS = ("projections", "mlp", "loss")
 LAYER_WEIGHTS = (
@@ -63,6 +68,28 @@ def step_gemms(problem: Problem, terms: Terms) -> list[Gemm]:
     return gemms
 
 
+def made_gemms(problem: Problem, terms: Terms, teachers: TeacherChunks | None) -> list[Gemm]:
+    """`step_gemms` with the rows that the step is left with: the mask token's slots as one in the
+    first layer, rows that the loss looks at behind the last attention, and a teacher that several
+    slots of a chunk have (`teachers`, those of the step) once."""
+    spec, plan = problem.spec, problem.plan
+    blocks, capacity = plan.labels.shape[0], plan.rows.shape[0]
+    rows_of = {
+        f"layers.{spec.num_layers - 1}.{part}": min(plan.labels.numel(), capacity)
+        for part in ("o", "gate_up", "down")
+    }
+    if has_main_grad(problem.model.fc.weight):
+        rows_of["layers.0.qkv"] = blocks * spec.layout.prefix + COPIES
+    gemms = step_gemms(problem, terms)
+    made = [dataclasses.replace(g, rows=rows_of.get(g.weight, g.rows)) for g in gemms]
+    if teachers is not None:
+        heads = [i for i, g in enumerate(gemms) if g.weight == "head" and g.kind == "forward"]
+        starts = range(0, capacity, teachers.rows)
+        shared = sum(min(teachers.most, teachers.rows, capacity - start) for start in starts)
+        made[heads[1]] = dataclasses.replace(made[heads[1]], rows=shared)
+    return made
+
+
 def merged_weights(problem: Problem) -> dict[str, Tensor]:
     """The matrices of the products: weights that are used side by side as one [outputs, inputs]."""
     layers = [f"layers.{i}" for i in range(problem.spec.num_layers)]
@@ -77,10 +104,10 @@ def merged_weights(problem: Problem) -> dict[str, Tensor]:
 
 
 class Floor:
-    """Runs the products back to back on the step's own weights and on random activations."""
+    """Runs products back to back on the step's own weights and on random activations."""
 
-    def __init__(self, problem: Problem, terms: Terms) -> None:
-        self.gemms = step_gemms(problem, terms)
+    def __init__(self, problem: Problem, gemms: list[Gemm]) -> None:
+        self.gemms = gemms
         self.weights = merged_weights(problem)
         self.device = problem.hidden.device
         self.dtype = problem.hidden.dtype

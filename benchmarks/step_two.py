@@ -1,7 +1,7 @@
 """Two drafter threads on two GPUs: cold starts, equal weights, and the rate beside one alone.
 
 python -m benchmarks.step_two rate [--devices cuda:0 cuda:1] [--shape 27b] [--variants default none
-    meet late copies ctas=8 bucket_mib=64,dtype=bfloat16] [--profile default copies]
+    meet late copies bucket_mib=64,dtype=bfloat16] [--profile default copies]
 python -m benchmarks.step_two cold [--starts 20] [--jobs 4] [--shape small]
 
 Each thread makes the drafter's step, the all-reduce and the optimizer step. `rate` times phases in
@@ -42,14 +42,12 @@ from benchmarks.run import facts
 from benchmarks.step_problem import CE, SHAPES, Problem
 from benchmarks.two_timeline import activities, timelines
 from benchmarks.two_variants import MeetOnly, Variant
-from dflash_ext import grad_groups
 from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.grad_sync import GradSync, make_store
 
 SETTLE_STEPS = 3  # before a timed phase: a GPU that has rested is faster for a while
 PROFILED_STEPS = 2
 JOIN_S = 240.0
-DEFAULT_CTAS = grad_groups.NCCL_CTAS
 
 
 class Drafters:
@@ -127,7 +125,6 @@ class Drafter:
         if index > 0:
             self.sync.close()
             self.sync = self._sync(index)
-        grad_groups.NCCL_CTAS = self.variant.ctas or DEFAULT_CTAS
         self.sync.connect()
         if index > 0:
             self._overlap()
@@ -164,10 +161,6 @@ class Drafter:
     def train(self, steps: int, *, together: bool = True) -> None:
         params, sums = self.step.optimizer.params, self.variant.sums
         overlap = self.overlap if together and sums not in ("none", "late") else None
-        carveout = self.variant.carveout if together else None
-        if torch._C._get_sm_carveout_experimental() != carveout:
-            # Of the whole process: the drafters set it alike, or only one of them is at work.
-            torch._C._set_sm_carveout_experimental(carveout)
         for _ in range(steps):
             self.step.run(CE, overlap=overlap)
             self.gradients = [p.grad for p in params if p.grad is not None]

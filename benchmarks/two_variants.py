@@ -22,10 +22,8 @@ class Variant:
 
     name: str = "default"
     sums: str = "default"  # library: NCCL or Gloo; late too, but behind the backward pass
-    ctas: int | None = None  # NCCL's blocks
     bucket_mib: int | None = None
     fc_blocks: int = FC_BLOCKS
-    carveout: int | None = None  # multiprocessors that cuBLAS leaves to others
     dtype: torch.dtype = torch.float32
 
     def board(self, world: int) -> Board | None:
@@ -46,12 +44,12 @@ class Variant:
             key, _, value = word.partition("=")
             if word in SUMS:
                 fields["sums"] = word
-            elif key in ("ctas", "bucket_mib", "carveout", "fc_blocks") and value.isdigit():
+            elif key in ("bucket_mib", "fc_blocks") and value.isdigit():
                 fields[key] = int(value)
             elif key == "dtype" and value in DTYPES:
                 fields[key] = DTYPES[value]
             elif word != "default":
-                known = f"{', '.join(SUMS)}, ctas=, bucket_mib=, carveout=, fc_blocks= or dtype="
+                known = f"{', '.join(SUMS)}, bucket_mib=, fc_blocks= or dtype="
                 raise ValueError(f"variant: found {word!r}, want {known}")
         return cls(words, **fields)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LONG = 2**26  # elements: a gradient of as many is not copied, however long vectors may be
+
 
 @dataclass(frozen=True)
 class Run:
@@ -105,7 +107,7 @@ def _runs(grads: Sequence[Tensor], numel: int, dtype: torch.dtype) -> list[Run]:
         if in_place and joins:
             runs[-1] = Run(runs[-1].first, i + 1, True)
             continue
-        alone = in_place and (grad.numel() >= numel or len(grads) == 1)
+        alone = in_place and (grad.numel() >= min(numel, LONG) or len(grads) == 1)
         next_joins = i + 1 < len(grads) and follows(grad, grads[i + 1])
         if alone or (in_place and next_joins):
             runs.append(Run(i, i + 1, True))

@@ -7,10 +7,6 @@ import os
 
 import torch.distributed as dist
 
-# Blocks of a GPU that NCCL works with, beside a backward pass that wants them all; None: as many as
-# it chooses. The variable is temporary, until numbers have been measured.
-NCCL_CTAS = int(os.environ.get("DFLASH_NCCL_CTAS", "0")) or None
-
 
 def make_gloo(
     store: dist.PrefixStore, rank: int, world: int, timeout_s: float
@@ -38,6 +34,4 @@ def make_nccl(
     options._timeout = datetime.timedelta(seconds=timeout_s)
     # The sums run beside the backward pass: their few blocks must not queue behind its many.
     options.is_high_priority_stream = True
-    if NCCL_CTAS is not None:
-        options.config.min_ctas = options.config.max_ctas = NCCL_CTAS
     return dist.ProcessGroupNCCL(store, rank, world, options)

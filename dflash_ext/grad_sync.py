@@ -19,7 +19,7 @@ from dflash_ext.grad_copies import SHARE_GRAIN, Board, CopiedSums
 from dflash_ext.grad_groups import make_gloo, make_nccl
 
 # NCCL needs long vectors; Gloo's work on one overlaps with the copy of the next.
-BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 2**31}
 # Copied sums: a layer at once, as each addition waits until a product of the backward pass ends.
 COPIED_BYTES = 2**31
 # Whether drafters of one process sum by copies; temporary, until that has been measured.

@@ -21,7 +21,7 @@ from dflash_ext.data.anchors import anchor_budget
 from dflash_ext.drafter.init import start_differences, start_spec
 from dflash_ext.drafter.model import DFlashDraftModel, drafter_spec
 from dflash_ext.drafter.spec import DrafterSpec
-from dflash_ext.ops.draft_loss import default_chunk_rows
+from dflash_ext.ops.draft_loss import CHUNK_BYTES, default_chunk_rows
 from dflash_ext.placement import split_evenly
 from dflash_ext.target import TargetInfo
 from dflash_ext.target_choices import FAMILY_MASK_TOKEN_ID, layers_and_mask
@@ -146,21 +146,19 @@ class Plan:
         return rows * values * self.item
 
     def _loss_scratch(self) -> int:
-        """Logits of a chunk (twice with a teacher) and the gradient of all rows in fp32."""
+        """Logits of a chunk (with a teacher its own too) and the gradient of all rows in fp32."""
         train, info = self.cfg.train, self.target.info
         anchors = anchor_budget(train, self.cfg.data)
-        group = min(train.anchor_group or anchors, anchors)
-        teacher = train.kl_weight > 0
+        rows = min(train.anchor_group or anchors, anchors) * self.spec.block_size
+        device = torch.device(self.cfg.topology.drafters[0]).type
         chunk = train.loss_chunk_rows or default_chunk_rows(
-            torch.device(self.cfg.topology.drafters[0]).type,
-            info.vocab_size,
-            self.item,
-            teacher=teacher,
+            device, info.vocab_size, self.item, teacher=False
         )
-        logits = chunk * info.vocab_size * self.item
-        return logits * (2 if teacher else 1) + (
-            group * self.spec.block_size * info.hidden_size * 4
-        )
+        logits = min(chunk, rows) * info.vocab_size * self.item
+        logits *= 2 if train.kl_weight > 0 else 1
+        if train.loss_chunk_rows is None and device == "cuda":
+            logits = min(logits, CHUNK_BYTES)
+        return logits + rows * info.hidden_size * 4
 
     def limit(self, device: str) -> int | None:
         """Bytes of a GPU that may be filled, None if unknown (as for a CPU): as configured, else

@@ -1,18 +1,21 @@
 """bench_step at toy size: nothing is timed unchecked, nothing that is missing goes unsaid."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import bench_step, step_anchors, step_peers, step_two
 from benchmarks.step_check import CheckFailed, Reference, kind_errors
-from benchmarks.step_floor import Floor, step_gemms
+from benchmarks.step_floor import Floor, made_gemms, step_gemms
 from benchmarks.step_parts import PARTS, Record, breakdown, part_of, profiled
 from benchmarks.step_problem import CE, KL, KL_CE, SHAPES, Problem, Terms, make_problem
 from benchmarks.step_reference import reference_step
+from dflash_ext.drafter.loss import TeacherChunks
 
 CPU = torch.device("cpu")
 
@@ -165,9 +168,10 @@ def test_floor_is_the_steps_products(problem: Problem) -> None:
     kv = sum(n for name, n in size.items() if ".k_proj" in name or ".v_proj" in name)
     head = problem.rows * spec.vocab_size * spec.hidden_size
     flops = 6 * block * layers + 6 * context * kv + 4 * context * size["fc.weight"]
-    floor = Floor(problem, CE)
+    floor = Floor(problem, step_gemms(problem, CE))
     assert sum(floor.flops.values()) == flops + 4 * head
-    assert sum(Floor(problem, KL_CE).flops.values()) == flops + 6 * head
+    with_teacher = Floor(problem, step_gemms(problem, KL_CE))
+    assert sum(with_teacher.flops.values()) == flops + 6 * head
     assert floor.flops["loss"] == 4 * head
     kinds = [(g.kind, g.weight) for g in step_gemms(problem, KL)]
     assert ("dx", "fc") not in kinds and ("dw", "head") not in kinds
@@ -184,10 +188,55 @@ def test_floor_makes_the_products_it_counts(
         made.append(2 * a.shape[0] * a.shape[1] * b.shape[1])
         return mm(a, b)
 
-    floor = Floor(problem, CE)
+    floor = Floor(problem, step_gemms(problem, CE))
     monkeypatch.setattr(torch, "mm", counted)
     floor.run()
     assert sum(made) == sum(floor.flops.values())
+
+
+@pytest.fixture
+def lean(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> bench_step.Step:
+    """A step that leaves out all rows that it can, as on a GPU."""
+    flat = functools.partial(bench_step.DrafterOptimizer, flat=True)
+    monkeypatch.setattr(bench_step, "DrafterOptimizer", flat)
+    problem = make_problem(SHAPES["toy"], CPU, torch.float32)
+    rows = problem.plan.rows[: problem.rows + 3]
+    return bench_step.Step(
+        dataclasses.replace(problem, plan=dataclasses.replace(problem.plan, rows=rows))
+    )
+
+
+class Products(TorchDispatchMode):
+    """Counts the operations of matrix products; those within other operators are not seen."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            a, b = args[-2:]
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+def test_made_products_are_those_of_a_step(lean: bench_step.Step) -> None:
+    problem = lean.problem
+    with Products() as found:
+        lean.run(CE)
+    floor = Floor(problem, made_gemms(problem, CE, None))
+    assert found.flops == floor.flops["projections"] + floor.flops["mlp"]
+    plain = Floor(problem, step_gemms(problem, CE))
+    assert floor.flops["loss"] == plain.flops["loss"] and found.flops < sum(plain.flops.values())
+    # 62 rows in chunks of 24, 24 and 14, of which each has 15 different teachers at most.
+    (kl,) = [g.rows for g in made_gemms(problem, KL, TeacherChunks(24, 15)) if g.rows == 44]
+    assert kl == 15 + 15 + 14
+
+
+def test_both_floors_are_timed_where_they_differ(quick: None, lean: bench_step.Step) -> None:
+    step = functools.partial(lean.run, CE)
+    rows = list(bench_step._measure_floors(lean, CE, step))
+    names = ["its products in cuBLAS", "the products it makes, in cuBLAS"]
+    assert [row["peer"] for row in rows] == names
+    assert rows[1]["flops"] < rows[0]["flops"] and all(row["us"] > 0 for row in rows)
 
 
 def records() -> Iterator[tuple[str, Record]]:
@@ -235,7 +284,7 @@ def test_parts_at_toy_size(problem: Problem) -> None:
 
 
 def test_two_drafters_keep_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("default", "ctas=8,bucket_mib=1", "none", "meet", "late", "copies,dtype=bfloat16")
+    words = ("default", "bucket_mib=1", "none", "meet", "late", "copies,dtype=bfloat16")
     variants = [step_two.Variant.of(word) for word in words]
     kept: list[int] = []
     found = step_two.rate(

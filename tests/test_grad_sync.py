@@ -1,14 +1,13 @@
 """GradSync: exact sums in every rank and the same bits everywhere."""
 
 import time
-import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from grad_sync_cases import gradients, run_ranks
 
-from dflash_ext import grad_groups
+from dflash_ext import grad_buckets
 from dflash_ext.grad_buckets import BucketPlan
 from dflash_ext.grad_sync import GradSync, make_store
 
@@ -125,6 +124,16 @@ def test_one_gradient_is_summed_where_it_is() -> None:
     grad = torch.arange(12.0).view(3, 4)[1:]
     (vector,) = BucketPlan([grad], 1000, torch.float32, torch.device("cpu")).gather([grad])
     assert vector.data_ptr() == grad.data_ptr() and vector.shape == (8,)
+
+
+def test_a_long_gradient_needs_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long vectors may be."""
+    monkeypatch.setattr(grad_buckets, "LONG", 100)
+    grads = [torch.zeros(n) for n in (40, 100, 30, 20)]
+    plan = BucketPlan(grads, 10**6, torch.float32, torch.device("cpu"))
+    vectors = plan.gather(grads)
+    assert [v.numel() for v in vectors] == [40, 100, 50]
+    assert [v.data_ptr() == grads[1].data_ptr() for v in vectors] == [False, True, False]
 
 
 def test_neighbours_that_move_apart_are_refused() -> None:
@@ -249,21 +258,3 @@ def test_group_over_tcp_store() -> None:
     results, errors = run_ranks(2, body, store=store)
     assert errors == [None, None]
     assert results[0][0].tolist() == results[1][0].tolist() == [3.0, 3.0, 3.0]
-
-
-def test_nccl_gets_the_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    class Nccl:
-        class Options:
-            def __init__(self) -> None:
-                self.config = types.SimpleNamespace(min_ctas=None, max_ctas=None)
-
-        def __init__(self, store: object, rank: int, world: int, options: Options) -> None:
-            made.append(options)
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    for ctas in (None, 8):
-        monkeypatch.setattr(grad_groups, "NCCL_CTAS", ctas)
-        grad_groups.make_nccl(dist.PrefixStore("x", make_store()), 0, 1, 5.0)
-        assert made[-1].config.min_ctas == made[-1].config.max_ctas == ctas

@@ -4,8 +4,7 @@ import pytest
 import torch
 from test_fused import Case, assert_near
 
-from dflash_ext.drafter import live_rows as module
-from dflash_ext.drafter import shared_slots
+from dflash_ext.drafter import DFlashDraftModel
 from dflash_ext.drafter.live_rows import live_rows
 from dflash_ext.drafter.loss import forward_backward, live_chunks, live_grain
 
@@ -31,8 +30,7 @@ def make(**options) -> Case:
 
 @pytest.fixture
 def mlp_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows that each MLP is given, with live rows on."""
-    monkeypatch.setattr(module, "ENABLED", True)
+    """Rows that each MLP is given."""
     from dflash_ext.drafter.model import DraftMLP
 
     rows: list[int] = []
@@ -63,12 +61,11 @@ def test_loss_and_gradients_stay(recompute, group, on_storage, request):
     assert mlp_rows[:3] == [slots, slots, chunks * grain] and chunks * grain < slots
 
 
-def test_together_with_shared_slots(mlp_rows, monkeypatch):
-    monkeypatch.setattr(module, "ENABLED", False)
+def test_together_with_shared_slots(monkeypatch):
     plain = make(on_storage=True)
-    want = batch(plain)
-    for each in (module, shared_slots):
-        monkeypatch.setattr(each, "ENABLED", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(DFlashDraftModel, "_shared_slots", lambda *_: None)
+        want = batch(plain)
     case = make(on_storage=True)
     chunks = live_chunks(case.plan, None, 4)
     torch.testing.assert_close(batch(case, None, chunks), want, rtol=1e-6, atol=0)

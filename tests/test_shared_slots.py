@@ -5,7 +5,7 @@ import torch
 from step_cases import SPEC, build_loop
 from test_fused import Case, assert_near
 
-from dflash_ext.drafter import fused, shared_slots
+from dflash_ext.drafter import DFlashDraftModel, fused
 from dflash_ext.drafter.shared_slots import COPIES, SharedSlots
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
@@ -13,8 +13,7 @@ pytestmark = pytest.mark.usefixtures("nan_poison")
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each projection of queries, keys and values, with shared slots on."""
-    monkeypatch.setattr(shared_slots, "ENABLED", True)
+    """Rows of each projection of queries, keys and values."""
     rows: list[int] = []
     plain = fused.linear
 
@@ -27,12 +26,19 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+def all_slots(patch: pytest.MonkeyPatch) -> None:
+    """The first layer projects all slots."""
+    patch.setattr(DFlashDraftModel, "_shared_slots", lambda *_: None)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("group", [None, 5])
-def test_loss_and_gradients_stay(group, recompute, request):
+def test_loss_and_gradients_stay(group, recompute, monkeypatch, request):
     torch.manual_seed(0)
     plain = Case(on_storage=True, kl_weight=0.3)
-    want = plain.batch(group)
+    with monkeypatch.context() as patch:
+        all_slots(patch)
+        want = plain.batch(group)
     products = request.getfixturevalue("products")
     torch.manual_seed(0)
     case = Case(on_storage=True, kl_weight=0.3)
@@ -76,7 +82,7 @@ def test_a_sum_of_thousands_keeps_more_than_16_bits():
     assert ((rows.grad[500:].double().sum(0) - want).abs() <= 2**-15 * want.abs()).all()
 
 
-def test_bf16_gradients_are_as_near_to_fp32(request, monkeypatch):
+def test_bf16_gradients_are_as_near_to_fp32(monkeypatch, request):
     def gemm(out, a, b, add):  # which CPUs have not got: fp32 out of bf16
         product = a.float() @ b.float()
         out.copy_(out + product if add else product)
@@ -92,8 +98,10 @@ def test_bf16_gradients_are_as_near_to_fp32(request, monkeypatch):
         return {n: float((g - want[n]).norm() / want[n].norm()) for n, g in first.items()}
 
     monkeypatch.setattr(fused, "_gemm", gemm)
-    want = gradients(torch.float32)
-    plain = errors(gradients(torch.bfloat16))
+    with monkeypatch.context() as patch:
+        all_slots(patch)
+        want = gradients(torch.float32)
+        plain = errors(gradients(torch.bfloat16))
     products = request.getfixturevalue("products")
     found = errors(gradients(torch.bfloat16))
     assert products[0] == 12 * SPEC.layout.prefix + COPIES

@@ -1,7 +1,5 @@
 """Teachers that rows of one chunk share: which they are, and how many on the host."""
 
-import sys
-
 import pytest
 import torch
 from draft_loss_cases import arguments, make_case
@@ -70,8 +68,7 @@ def test_a_cpu_takes_the_shared_teachers_and_changes_no_bit():
 
 @pytest.mark.parametrize("budget, group", [(22, None), (100, None), (20, 5), (22, 5)])
 def test_host_counts_equal_chunks_and_bounds_their_teachers(monkeypatch, budget, group):
-    for module in (loss_module, sys.modules["dflash_ext.ops.draft_loss"]):
-        monkeypatch.setattr(module, "ROW_ALIGN", 4)
+    monkeypatch.setattr(loss_module, "ROW_ALIGN", 4)
     monkeypatch.setattr(loss_module, "TEACHER_GRAIN", 2)
     case = Case(kl_weight=0.3)
     parts = list(plan_parts(case.plan, group, None))
@@ -92,8 +89,7 @@ def test_host_counts_equal_chunks_and_bounds_their_teachers(monkeypatch, budget,
     assert count_teachers(parts, 2, 4) is None  # two rows cannot share enough
 
 
-def test_a_cpu_does_not_share(monkeypatch):
-    monkeypatch.setattr(loss_module, "SHARE_TEACHERS", True)
+def test_a_cpu_does_not_share():
     case = Case(kl_weight=0.3)
     assert teacher_chunks(case.plan, case.train, case.head, None) is None
 

@@ -10,8 +10,6 @@ from step_cases import SPEC, TOKENS, build_loop, hidden_states, run
 from torch import Tensor
 
 from dflash_ext.acceptance import propose
-from dflash_ext.drafter import live_rows, shared_slots, side_stream
-from dflash_ext.drafter import loss as loss_module
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.metrics import summarise
 from dflash_ext.supervisor import Worker
@@ -36,13 +34,6 @@ def gradients(loop: DrafterTrainLoop) -> dict[str, Tensor]:
     return {n: g.detach().float().cpu().clone() for n, g in grads.items() if g is not None}
 
 
-def share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are equal or not looked at are left out of products."""
-    for module in (shared_slots, live_rows):
-        monkeypatch.setattr(module, "ENABLED", True)
-    monkeypatch.setattr(loss_module, "SHARE_TEACHERS", True)
-
-
 def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Relative error of each kind of parameter, all layers together."""
     sums: dict[str, list[float]] = {}
@@ -55,12 +46,7 @@ def errors(found: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("group", [None, 16])
-@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
-def test_gradients_are_as_near_to_fp32_as_those_of_plain_bf16(
-    objective, group, shared, monkeypatch
-) -> None:
-    if shared:
-        share(monkeypatch)
+def test_gradients_are_as_near_to_fp32_as_those_of_plain_bf16(objective, group) -> None:
     train = OBJECTIVES[objective]
     want = gradients(build_loop("cpu", torch.float32, **train))
     plain = errors(gradients(build_loop("cpu", torch.bfloat16, **train)), want)
@@ -111,26 +97,13 @@ def test_graphs_change_no_bit(train, slots) -> None:
     assert_same(run(loop), eager)
     assert loop.graphs is not None
     variants = 1 if "grad_accum" not in train else 3
-    assert len(loop.graphs._graphs) == slots * variants // (1 if slots < 3 or variants == 1 else 3)
+    # Three batches have fewer different teachers than the others; two of them run eagerly.
+    few = 1 if "kl_weight" in train else 0
+    want = slots * variants // (1 if slots < 3 or variants == 1 else 3) + few
+    assert len(loop.graphs._graphs) == want
 
 
-@pytest.mark.parametrize(
-    "train",
-    [{}, {"grad_accum": 3, "anchor_group": 16}, {"recompute": True, "kl_weight": 0.3}],
-    ids=["plain", "accumulated groups", "recompute, kl"],
-)
-def test_weight_gradients_on_a_side_stream_change_no_bit(train, monkeypatch) -> None:
-    plain = run(build_loop("cuda", torch.bfloat16, steps=12, **train))
-    monkeypatch.setattr(side_stream, "ENABLED", True)
-    for cuda_graph in (False, True):
-        loop = build_loop("cuda", torch.bfloat16, steps=12, cuda_graph=cuda_graph, **train)
-        assert_same(run(loop), plain)
-    assert side_stream._sides
-
-
-def test_shared_rows_in_graphs_change_no_bit(monkeypatch) -> None:
-    share(monkeypatch)
-    monkeypatch.setattr(side_stream, "ENABLED", True)
+def test_shared_teachers_in_graphs_change_no_bit() -> None:
     train = {"steps": 12, "kl_weight": 0.3}
     eager = run(build_loop("cuda", torch.bfloat16, **train))
     loop = build_loop("cuda", torch.bfloat16, cuda_graph=True, **train)

@@ -9,7 +9,6 @@ layers, H hidden.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,13 +112,10 @@ class _KeysValues(Function):
         dstates = None
         for (weights, heads), kv, (dk, dv) in zip(ctx.layers, projected, ctx.sums, strict=True):
             dkv = heads.backward(None, dk, dv, kv)
-            input_grad = functools.partial(_add_product, dstates, dkv, merged_view(weights))
-            dstates = fused.matrix_grads(weights, dkv, states, input_grad)
+            fused.add_matrix_grad(weights, dkv, states)
+            weight = merged_view(weights)
+            dstates = dkv @ weight if dstates is None else dstates.addmm_(dkv, weight)
         return dstates, None, None
-
-
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    return a @ b if total is None else total.addmm_(a, b)
 
 
 class TrainContext:

@@ -11,7 +11,7 @@ Letters: N rows, H hidden, Hq/Hk query/key heads, D head size, F width of the ML
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from dflash_ext import ops
-from dflash_ext.drafter import side_stream
 from dflash_ext.flat_params import merged_view
 from dflash_ext.ops.qkv_norm_rope import qkv_norm_rope_backward
 from dflash_ext.ops.rms_norm import rms_norm_backward
-
-Grad = TypeVar("Grad")
 
 
 class RowBlocks(NamedTuple):
@@ -69,20 +66,6 @@ def _row_blocks(weight: Tensor, grad: Tensor, grad_out: Tensor) -> Iterator[tupl
     for rows, grad_rows in zip(*parts, strict=True):
         yield rows, grad_rows
         blocks.made(rows)
-
-
-def matrix_grads(
-    weights: Sequence[Tensor], grad_out: Tensor, x: Tensor, input_grad: Callable[[], Grad]
-) -> Grad:
-    """`add_matrix_grad`, and what `input_grad` makes of grad_out; both may run at once."""
-    side = side_stream.side_of(x.device)
-    if side is None:
-        add_matrix_grad(weights, grad_out, x)
-        return input_grad()
-    ready = side.mark()
-    result = input_grad()  # first: the backward pass waits for it
-    side.run(ready, (grad_out, x), lambda: add_matrix_grad(weights, grad_out, x))
-    return result
 
 
 def _gemm(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
@@ -134,11 +117,8 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-
-        def input_grad() -> Tensor | None:
-            return grad_out @ ctx.weight if ctx.needs_input_grad[0] else None
-
-        dx = matrix_grads(ctx.weights, flat(grad_out), flat(x), input_grad)
+        add_matrix_grad(ctx.weights, flat(grad_out), flat(x))
+        dx = grad_out @ ctx.weight if ctx.needs_input_grad[0] else None
         return dx, None, *[None] * len(ctx.weights)
 
 

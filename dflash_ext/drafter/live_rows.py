@@ -1,15 +1,13 @@
 """Behind the last layer's attention only the slots that the loss looks at go on.
 
 Nothing there depends on other slots any more, so the output projection, the MLP and the norms of
-the last layer need only the rows that the head will project. Off until it has been measured:
-DFLASH_LIVE_ROWS=1 turns it on.
+the last layer need only the rows that the head will project.
 
 Letters: A anchors, K slots, R projected rows, H hidden.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +16,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from dflash_ext.ops.gather_rows import gather_rows
-
-ENABLED = os.environ.get("DFLASH_LIVE_ROWS") == "1"
 
 
 class LiveRows(NamedTuple):

@@ -4,7 +4,6 @@ Letters: A anchors, K slots, T packed tokens, L captured layers, H hidden, R pro
 """
 
 import dataclasses
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,17 +12,12 @@ import torch
 from torch import Tensor
 
 from dflash_ext.config import TrainConfig
-from dflash_ext.drafter import live_rows, shared_slots, side_stream
 from dflash_ext.drafter.context import ContextSums, TrainContext
+from dflash_ext.drafter.live_rows import live_rows
 from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.layout import BlockLayout
-from dflash_ext.ops.draft_loss import (
-    CHUNK_BYTES,
-    default_chunk_rows,
-    draft_loss_stats,
-    equal_chunk_rows,
-)
+from dflash_ext.ops.draft_loss import CHUNK_BYTES, default_chunk_rows, draft_loss_stats
 from dflash_ext.ops.draft_loss.teacher import chunk_index, most_teachers
 from dflash_ext.ops.metric_add import metric_add
 
@@ -33,8 +27,6 @@ if TYPE_CHECKING:
 ROW_ALIGN = 128
 LIVE_GRAIN = 2048  # rows: each number of grains that hold the live ones has CUDA graphs of its own
 TEACHER_GRAIN = 128  # the same of different teachers
-# Off until it has been measured.
-SHARE_TEACHERS = os.environ.get("DFLASH_SHARED_TEACHER") == "1"
 
 
 class LossStats(NamedTuple):
@@ -108,11 +100,11 @@ class Objective:
         block_ids = self.layout.input_ids(plan.labels, model.spec.mask_token_id, plan.prefix)
         train = self.train
         # Without a variable prefix all blocks have as many clean tokens.
-        one_prefix = shared_slots.ENABLED and train.prefix_weight_base is None
+        one_prefix = train.prefix_weight_base is None
         blocks, size = block_ids.shape
         live = None
-        if live_rows.ENABLED and plan.rows.shape[0] < blocks * size:
-            live = live_rows.live_rows(plan.rows, plan.n_rows, blocks, size)
+        if plan.rows.shape[0] < blocks * size:
+            live = live_rows(plan.rows, plan.n_rows, blocks, size)
         hidden = model(
             head.embed(block_ids),
             ctx_kv,
@@ -212,7 +204,7 @@ def teacher_chunks(
     group, bound: as in `plan_parts`.
     """
     weight, limit = head.head_weight, train.loss_chunk_rows
-    if not SHARE_TEACHERS or not train.kl_weight or weight.device.type != "cuda":
+    if not train.kl_weight or weight.device.type != "cuda":
         return None
     if limit is None:
         vocab, itemsize = weight.shape[0], weight.element_size()
@@ -221,6 +213,13 @@ def teacher_chunks(
     else:
         budget = 2 * limit
     return count_teachers(list(plan_parts(plan, group, bound)), limit, budget)
+
+
+def equal_chunk_rows(rows: int, limit: int, chunks: int) -> int:
+    """Rows of each of as few equal chunks of `rows`, but at least `chunks`, as have at most
+    `limit`, up to ROW_ALIGN."""
+    even = -(-rows // max(chunks, -(-rows // limit)))
+    return max(1, min(limit, -(-even // ROW_ALIGN) * ROW_ALIGN))
 
 
 def count_teachers(parts: list["BatchPlan"], limit: int, budget: int) -> TeacherChunks | None:
@@ -321,8 +320,9 @@ def forward_backward(
     hidden: captured states [T, L*H] or [L, T, H]. With `group`, that many anchors are worked off
     at a time and memory is bounded by one group; the context's keys and values are computed once,
     their gradients added up over the groups, and the gradients are the same up to summation order.
-    `chunks` (`live_chunks` of `live_grain` rows) bounds the rows that are multiplied; no bit of a
-    row depends on it. `teachers`: as `teacher_chunks` found them for these groups and this bound.
+    `chunks` (`live_chunks` of `live_grain` rows) bounds the rows that the head and, behind its
+    attention, the last layer multiply. `teachers`: as `teacher_chunks` found them for these groups
+    and this bound.
     `overlap` begins to sum gradients over the drafters as they become final; its `finish` is still
     to be called. Only for the last batch of an optimizer step.
     """
@@ -338,5 +338,4 @@ def forward_backward(
             found.loss.backward()
         stats.append(found._replace(loss=found.loss.detach()))
     context.backward(overlap.begin_context if overlap is not None else None)
-    side_stream.join(hidden.device)
     return stats

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from dflash_ext.drafter import side_stream
 from dflash_ext.drafter.fused import RowBlocks, request_blocks
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.grad_sync import GradSync
@@ -137,5 +136,4 @@ class BackwardSync:
 
     def _start(self, grads: list[Tensor], completed: list[nn.Parameter]) -> None:
         self._begun.append(completed)
-        side_stream.join(grads[0].device)
         self._sync.start(grads)

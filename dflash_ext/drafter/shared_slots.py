@@ -2,14 +2,13 @@
 
 Behind a block's clean tokens every slot has the same embedding, so that of A * K rows of queries,
 keys and values before their rotation only A * clean + 1 differ. Later layers have seen where a slot
-sits. Off until it has been measured: DFLASH_SHARED_SLOTS=1 turns it on.
+sits.
 
 Letters: A anchors, K slots, H hidden, C channels.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from dflash_ext.ops.block_attention.naive import accumulate_dtype
 from dflash_ext.ops.gather_rows import gather_rows
-
-ENABLED = os.environ.get("DFLASH_SHARED_SLOTS") == "1"
 
 # Of the row that they share: its gradient is a sum over thousands of slots, and two rows of 16 bits
 # carry it with twice the digits of one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -20,9 +19,6 @@ DIVERGENCES = ("forward", "reverse", "js", "tv")  # what `kl` may be
 CHUNK_BYTES, MOST_CHUNK_ROWS = 2**31, 4096
 CPU_CHUNK_ROWS = 2048
 ROW_ALIGN = 128
-# Off until it has been measured: a GPU's last chunk no shorter than the others, whose product with
-# the head's rows fills the multiprocessors badly.
-EQUAL_CHUNKS = os.environ.get("DFLASH_EQUAL_CHUNKS") == "1"
 
 
 def default_chunk_rows(device: str, vocab: int, itemsize: int, *, teacher: bool) -> int:
@@ -32,13 +28,6 @@ def default_chunk_rows(device: str, vocab: int, itemsize: int, *, teacher: bool)
         return CPU_CHUNK_ROWS  # by task and thread, not by chunk
     rows = min(MOST_CHUNK_ROWS, CHUNK_BYTES // (vocab * itemsize)) // (2 if teacher else 1)
     return max(ROW_ALIGN, rows // ROW_ALIGN * ROW_ALIGN)
-
-
-def equal_chunk_rows(rows: int, limit: int, chunks: int = 1) -> int:
-    """Rows of each of as few equal chunks of `rows`, but at least `chunks`, as have at most
-    `limit`, up to ROW_ALIGN."""
-    even = -(-rows // max(chunks, -(-rows // limit)))
-    return max(1, min(limit, -(-even // ROW_ALIGN) * ROW_ALIGN))
 
 
 def draft_loss_stats(
@@ -88,8 +77,6 @@ def draft_loss_stats(
             hidden.element_size(),
             teacher=teacher_hidden is not None,
         )
-        if EQUAL_CHUNKS and hidden.is_cuda:
-            chunk_rows = equal_chunk_rows(rows.shape[0], chunk_rows)
     shared: tuple[Tensor, ...] = ()
     if teacher_hidden is not None and most_teachers is not None and hidden.is_cuda:
         assert teacher_index is not None
