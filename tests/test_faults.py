@@ -154,8 +154,8 @@ def poison(patch: pytest.MonkeyPatch, what: str, batches: set[int]) -> None:
         if ticket.kind == "train" and ticket.plan.batch_id in batches:
             slot.hidden[0, 0] = torch.nan
 
-    def with_loss(self: Any, model: Any, head: Any, kv: Any, plan: Any, last: Any = None) -> Any:
-        found = stats(self, model, head, kv, plan, last)
+    def with_loss(self: Any, model: Any, head: Any, kv: Any, plan: Any, *rest: Any) -> Any:
+        found = stats(self, model, head, kv, plan, *rest)
         if plan.batch_id in batches and what == "gradient":
             found.loss.register_hook(lambda grad: grad * torch.inf)
         elif plan.batch_id in batches:
