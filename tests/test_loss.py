@@ -301,12 +301,12 @@ def test_logits_in_memory_are_bounded(vocab, itemsize, plain, with_teacher):
 
 
 @pytest.mark.parametrize(
-    ("rows", "limit", "chunks", "want"),
-    [(7680, 4096, 1, 3840), (7680, 2048, 1, 1920), (7680, 4096, 3, 2560), (100, 4096, 1, 128),
-     (300, 100, 1, 100), (0, 4096, 1, 1), (4097, 4096, 1, 2176)],
+    ("rows", "limit", "want"),
+    [(7680, 4096, 3840), (7680, 2048, 1920), (7680, 3712, 2560), (100, 4096, 128),
+     (300, 100, 100), (0, 4096, 1), (4097, 4096, 2176)],
 )  # fmt: skip
-def test_chunks_are_equal(rows, limit, chunks, want):
-    assert equal_chunk_rows(rows, limit, chunks) == want
+def test_chunks_are_equal(rows, limit, want):
+    assert equal_chunk_rows(rows, limit) == want
 
 
 def test_a_plan_without_rows_keeps_one_chunk():

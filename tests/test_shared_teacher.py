@@ -89,6 +89,13 @@ def test_host_counts_equal_chunks_and_bounds_their_teachers(monkeypatch, budget,
     assert count_teachers(parts, 2, 4) is None  # two rows cannot share enough
 
 
+def test_host_comes_to_an_end_with_many_chunks(monkeypatch):
+    monkeypatch.setattr(loss_module, "ROW_ALIGN", 4)
+    monkeypatch.setattr(loss_module, "TEACHER_GRAIN", 2)
+    case = Case(kl_weight=0.3)  # 128 rows: one chunk more makes none shorter
+    assert count_teachers([case.plan], 12, 20) is None
+
+
 def test_a_cpu_does_not_share():
     case = Case(kl_weight=0.3)
     assert teacher_chunks(case.plan, case.train, case.head, None) is None

@@ -100,7 +100,7 @@ class Objective:
         block_ids = self.layout.input_ids(plan.labels, model.spec.mask_token_id, plan.prefix)
         train = self.train
         # Without a variable prefix all blocks have as many clean tokens.
-        one_prefix = train.prefix_weight_base is None
+        clean = self.layout.prefix if train.prefix_weight_base is None else None
         blocks, size = block_ids.shape
         live = None
         if plan.rows.shape[0] < blocks * size:
@@ -110,7 +110,7 @@ class Objective:
             ctx_kv,
             plan.ctx_start,
             plan.ctx_end,
-            clean=self.layout.prefix if one_prefix else None,
+            clean=clean,
             live=live,
         )
         loss, terms, rank, _, weights = draft_loss_stats(
@@ -215,10 +215,9 @@ def teacher_chunks(
     return count_teachers(list(plan_parts(plan, group, bound)), limit, budget)
 
 
-def equal_chunk_rows(rows: int, limit: int, chunks: int) -> int:
-    """Rows of each of as few equal chunks of `rows`, but at least `chunks`, as have at most
-    `limit`, up to ROW_ALIGN."""
-    even = -(-rows // max(chunks, -(-rows // limit)))
+def equal_chunk_rows(rows: int, limit: int) -> int:
+    """Rows of each of as few equal chunks of `rows` as have at most `limit`, up to ROW_ALIGN."""
+    even = -(-rows // max(1, -(-rows // limit)))
     return max(1, min(limit, -(-even // ROW_ALIGN) * ROW_ALIGN))
 
 
@@ -226,9 +225,8 @@ def count_teachers(parts: list["BatchPlan"], limit: int, budget: int) -> Teacher
     """As few equal chunks of at most `limit` rows as have `budget` rows with their teachers, if
     such chunks have fewer teachers than rows."""
     capacity = max(part.rows.shape[0] for part in parts)
-    chunks = 1
     while True:
-        rows = equal_chunk_rows(capacity, limit, chunks)
+        rows = equal_chunk_rows(capacity, limit)
         found = 0
         for part in parts:
             tokens = part.doc_start.shape[0]
@@ -237,7 +235,7 @@ def count_teachers(parts: list["BatchPlan"], limit: int, budget: int) -> Teacher
         most = max(1, -(-found // TEACHER_GRAIN)) * TEACHER_GRAIN
         if rows + most <= budget or rows <= ROW_ALIGN:
             return TeacherChunks(rows, most) if most < rows else None
-        chunks = -(-capacity // rows) + 1
+        limit = (rows - 1) // ROW_ALIGN * ROW_ALIGN
 
 
 def live_grain(train: TrainConfig) -> int:

@@ -28,7 +28,9 @@ def chunk_index(
 
 def most_teachers(index: Tensor, tokens: int) -> int:
     """The largest number of different teachers in a row of `chunk_index`; waits for a GPU."""
-    return max((chunk[chunk < tokens].unique().numel() for chunk in index), default=0)
+    seen = torch.zeros(index.shape[0], tokens + 1, dtype=torch.bool, device=index.device)
+    seen.scatter_(1, index, True)  # several times faster than to sort them
+    return max(seen[:, :tokens].sum(1).tolist(), default=0)
 
 
 def share_teachers(
