@@ -1,6 +1,7 @@
 """BackwardSync: the same sums as after the step, begun while its backward pass runs."""
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -17,6 +18,7 @@ from drafter_cases import (
 from torch import Tensor
 
 from dflash_ext.config import TrainConfig
+from dflash_ext.drafter import fused
 from dflash_ext.drafter.loss import Objective, forward_backward
 from dflash_ext.drafter.overlap import FC_BLOCKS, BackwardSync
 from dflash_ext.grad_sync import GradSync, make_store
@@ -121,8 +123,10 @@ def test_layers_go_last_to_first_and_what_the_context_uses_at_the_end(flat: bool
     ]
     vectors = sum(size.values()) - sum(matrices.values())
     fc = matrices["fc.weight"]
-    rest = [*[fc // FC_BLOCKS] * FC_BLOCKS, vectors] if flat else [fc + vectors]
-    wanted = [*early[::-1], shared, *rest]
+    blocks = [fc // FC_BLOCKS] * FC_BLOCKS
+    by_layer = [shared // spec.num_layers] * spec.num_layers
+    rest = [*blocks, *by_layer, vectors] if flat else [shared, fc + vectors]
+    wanted = [*early[::-1], *rest]
     for _, sync in gradients(overlapped=True, group=5, flat=flat):
         assert sync.parts == wanted * 2
 
@@ -142,41 +146,34 @@ def test_sums_begin_before_the_backward_pass_ends(monkeypatch: pytest.MonkeyPatc
     assert sorted(begun) == [(0, False)] * 2 + [(1, True)] * 2 + [(2, True)] * 2
 
 
-def test_sum_of_keys_and_values_begins_before_fc_has_a_gradient(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fc_at_begin: list[bool] = []
-    begin = BackwardSync._begin
+def test_sums_begin_before_the_next_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fc's blocks, then of each layer's keys and values; each complete gradient has a norm."""
+    log: dict[int, list[str]] = defaultdict(list)  # by thread
+    add, start = fused.add_matrix_grad, BackwardSync._start
 
-    def noted(self: BackwardSync, params: Sequence[torch.nn.Parameter]) -> None:
-        if params is self._context:
-            fc_at_begin.append(bool(self._rest[0].grad.any()))
-        begin(self, params)
-
-    monkeypatch.setattr(BackwardSync, "_begin", noted)
-    gradients(overlapped=True, group=5, flat=True, steps=1)
-    assert fc_at_begin == [False, False]
-
-
-def test_sum_of_a_block_of_fc_begins_before_the_next_one_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And the gradient's norm is taken when its last block has been summed."""
-    made: list[list[bool]] = []
-    completed: list[bool] = []
-    start = BackwardSync._start
+    def noted_add(weights: Sequence[Tensor], grad_out: Tensor, x: Tensor) -> None:
+        log[threading.get_ident()].append(f"gradient of {weights[0].shape[0]} rows")
+        add(weights, grad_out, x)
 
     def noted(self: BackwardSync, grads: list[Tensor], params: list[torch.nn.Parameter]) -> None:
-        if self._context_begun and len(grads) == 1:
-            made.append([bool(block.any()) for block in self._fc.grad.chunk(FC_BLOCKS)])
-            completed.append(any(p is self._fc for p in params))
+        log[threading.get_ident()].append(f"sum of {len(grads)}, {len(params)} complete")
         start(self, grads, params)
 
+    monkeypatch.setattr(fused, "add_matrix_grad", noted_add)
     monkeypatch.setattr(BackwardSync, "_start", noted)
     gradients(overlapped=True, group=5, flat=True, steps=1)
-    wanted = [[block <= i for block in range(FC_BLOCKS)] for i in range(FC_BLOCKS)]
-    assert sorted(made) == sorted(wanted * WORLD)
-    assert sum(completed) == WORLD
+    spec = small_spec()
+    kv_rows = spec.num_key_value_heads * spec.head_dim
+    vectors = sum(p.dim() == 1 for p in random_model(spec).parameters())
+    wanted = [
+        f"gradient of {spec.hidden_size} rows",
+        *["sum of 1, 0 complete"] * (FC_BLOCKS - 1),
+        "sum of 1, 1 complete",
+        *[f"gradient of {kv_rows} rows", "sum of 2, 2 complete"] * spec.num_layers,
+        f"sum of {vectors}, {vectors} complete",
+    ]
+    assert len(log) == WORLD
+    assert all(found[-len(wanted) :] == wanted for found in log.values())
 
 
 def test_error_of_a_sum_leaves_the_backward_pass() -> None:

@@ -9,7 +9,7 @@ layers, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -83,6 +83,29 @@ class Projection(NamedTuple):
     heads: HeadNorms
 
 
+class _WeightGrads:
+    """How keys' and values' projections get their gradients: at once, or later."""
+
+    def __init__(self) -> None:
+        self.are_late = False
+        self._waiting: list[tuple[Sequence[Tensor], Tensor, Tensor]] = []
+
+    def add(self, weights: Sequence[Tensor], grad_out: Tensor, x: Tensor) -> None:
+        """As `fused.add_matrix_grad`."""
+        if self.are_late:
+            self._waiting.append((weights, grad_out, x))
+        else:
+            fused.add_matrix_grad(weights, grad_out, x)
+
+    @torch.no_grad()
+    def make(self, made: Callable[[Sequence[Tensor]], None]) -> None:
+        """The later ones, each then handed over by its weights."""
+        for weights, grad_out, x in self._waiting:
+            fused.add_matrix_grad(weights, grad_out, x)
+            made(weights)
+        self._waiting = []
+
+
 class _KeysValues(Function):
     """All layers' keys and values in one node: the gradients for the states add up in its GEMMs.
 
@@ -92,7 +115,11 @@ class _KeysValues(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, layers: list[Projection], sums: Tensor
+        ctx: Any,
+        states: Tensor,
+        layers: list[Projection],
+        sums: Tensor,
+        weight_grads: _WeightGrads,
     ) -> tuple[Tensor, ...]:
         projected, outputs = [], []
         for weights, heads in layers:
@@ -101,21 +128,21 @@ class _KeysValues(Function):
             projected.append(kv)
             outputs += [k, v]
         ctx.save_for_backward(states, *projected)
-        ctx.layers, ctx.sums = layers, sums
+        ctx.layers, ctx.sums, ctx.weight_grads = layers, sums, weight_grads
         ctx.mark_non_differentiable(*outputs)
         return states.new_zeros(()), *outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None, None]:
         states, *projected = ctx.saved_tensors
         dstates = None
         for (weights, heads), kv, (dk, dv) in zip(ctx.layers, projected, ctx.sums, strict=True):
             dkv = heads.backward(None, dk, dv, kv)
-            fused.add_matrix_grad(weights, dkv, states)
+            ctx.weight_grads.add(weights, dkv, states)
             weight = merged_view(weights)
             dstates = dkv @ weight if dstates is None else dstates.addmm_(dkv, weight)
-        return dstates, None, None
+        return dstates, None, None, None
 
 
 class TrainContext:
@@ -128,14 +155,13 @@ class TrainContext:
 
     def __init__(self, model: DFlashDraftModel, hidden: Tensor, positions: Tensor) -> None:
         self._handle: Tensor | None = None
-        self._states: Tensor | None = None
+        self._weight_grads = _WeightGrads()
         if fused.has_main_grad(model.fc.weight):
             states, layers = model.context_projections(hidden, positions)
-            self._states = states
             spec, tokens = model.spec, states.shape[0]
             shape = (len(layers), 2, tokens, spec.num_key_value_heads, spec.head_dim)
             sums = torch.zeros(shape, dtype=accumulate_dtype(states.dtype), device=states.device)
-            self._handle, *outputs = _KeysValues.apply(states, layers, sums)
+            self._handle, *outputs = _KeysValues.apply(states, layers, sums, self._weight_grads)
         else:
             self._outputs = [part for pair in model.context(hidden, positions) for part in pair]
             outputs = [part.detach() for part in self._outputs]
@@ -144,15 +170,17 @@ class TrainContext:
         pairs = zip(outputs[::2], outputs[1::2], sums, strict=True)
         self.layers = [ContextSums(k, v, *pair) for k, v, pair in pairs]
 
-    def backward(self, projected: Callable[[], None] | None = None) -> None:
+    def backward(self, projected: Callable[[Sequence[Tensor]], None] | None = None) -> None:
         """Carry the sums on to the weights; once, after the backward passes of all blocks.
 
-        projected: called when keys' and values' gradients are final, if that is before the end.
+        projected: called with the weights of each layer's keys and values when their gradients are
+            final, if that is before the end; they are then made last, behind that of `fc`.
         """
         if self._handle is not None:
-            if projected is not None and self._states is not None:
-                self._states.register_hook(lambda grad: projected())
+            self._weight_grads.are_late = projected is not None
             self._handle.backward()
+            if projected is not None:
+                self._weight_grads.make(projected)
             return
         sums = [part for layer in self.layers for part in (layer.dk, layer.dv)]
         grads = [s.to(o.dtype) for s, o in zip(sums, self._outputs, strict=True)]

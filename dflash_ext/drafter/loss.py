@@ -335,5 +335,5 @@ def forward_backward(
             found = objective.stats(model, head, context.layers, part, last_hidden, teachers)
             found.loss.backward()
         stats.append(found._replace(loss=found.loss.detach()))
-    context.backward(overlap.begin_context if overlap is not None else None)
+    context.backward(overlap.begin_projected if overlap is not None else None)
     return stats

@@ -13,10 +13,11 @@ from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.grad_sync import GradSync
 from dflash_ext.optim import norms_of, total_norm
 
-# Matrices of a layer that the context uses too: their gradients end with the context's backward.
+# Matrices of a layer that the context uses too: their gradients end with the context's backward,
+# in the shortest products there are, so that what is summed last is short.
 CONTEXT_WEIGHTS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
-# The last product of a step makes fc's gradient: only its last block's sum has none beside it.
-# At 5120 x 25600 four blocks have as many tiles in flight as one product.
+# The longest sum near the end of a step: a block's runs beside the products that follow. At
+# 5120 x 25600 four blocks take as many waves of tiles as one product.
 FC_BLOCKS = 4
 
 
@@ -24,8 +25,8 @@ class BackwardSync:
     """Hands gradients to a GradSync as soon as they are final, in a few long parts.
 
     Those of a layer's matrices when the last blocks' backward pass has left it, from the last layer
-    to the first; keys' and values' before that of `fc`; this one in blocks of rows, if it has
-    storage of its own; the rest at the end, with the small vectors of all layers: however short a
+    to the first; that of `fc` in blocks of rows, and keys' and values' by layer, if they have
+    storage of their own; the rest at the end, with the small vectors of all layers: however short a
     sum is, on a GPU it waits for its turn beside the products.
 
     Args:
@@ -61,7 +62,6 @@ class BackwardSync:
         self._context = [p for p in params if p in of_context]
         self._rest = [p for p in params if p not in layer_of and p not in of_context]
         self._next = len(self._modules) - 1  # the layer whose sum begins next
-        self._context_begun = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -76,14 +76,11 @@ class BackwardSync:
             for handle in handles:
                 handle.remove()
         self._begin_down_to(0)
-
-    def begin_context(self) -> None:
-        """Keys' and values' gradients are final: in the context's backward, or behind it."""
-        if self._context_begun:
-            return
-        self._begin(self._context)
-        self._context_begun = True
         request_blocks(self._fc, RowBlocks(self._fc_blocks, self._begin_fc_rows))
+
+    def begin_projected(self, weights: Sequence[Tensor]) -> None:
+        """A layer's keys' and values' gradients are final before those of all layers."""
+        self._begin([p for p in self._context if any(p is weight for weight in weights)])
 
     def finish(self) -> Tensor:
         """After the context's backward: the remaining gradients, and the end of all sums.
@@ -91,12 +88,13 @@ class BackwardSync:
         Returns the norm of all gradients, as `optim.global_norm`: [] fp32. It is taken part by
         part, while the last sums run.
 
-        Raises (as ``watching`` and ``begin_context``): what GradSync raises.
+        Raises (as ``watching`` and ``begin_projected``): what GradSync raises.
         """
-        self.begin_context()
         request_blocks(self._fc, None)
         done = {p for part in self._begun for p in part}
-        self._begin([p for p in self._rest if p not in done])
+        for params in (self._context, self._rest):
+            if not done.issuperset(params):
+                self._begin([p for p in params if p not in done])
         norm_of: dict[nn.Parameter, Tensor] = {}
         parts = iter(self._begun)
 
@@ -107,7 +105,7 @@ class BackwardSync:
 
         self._sync.finish(take_norms)
         self._next = len(self._modules) - 1
-        self._context_begun, self._begun = False, []
+        self._begun = []
         return total_norm([norm_of[p] for p in self._params if p in norm_of])
 
     def _watch(self, index: int, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
