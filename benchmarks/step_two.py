@@ -1,7 +1,7 @@
 """Two drafter threads on two GPUs: cold starts, equal weights, and the rate beside one alone.
 
 python -m benchmarks.step_two rate [--devices cuda:0 cuda:1] [--shape 27b] [--variants default none
-    meet late copies bucket_mib=64,dtype=bfloat16] [--profile default copies]
+    meet late copies copies,fc_blocks=1 bucket_mib=64,dtype=bfloat16] [--profile default copies]
 python -m benchmarks.step_two cold [--starts 20] [--jobs 4] [--shape small]
 
 Each thread makes the drafter's step, the all-reduce and the optimizer step. `rate` times phases in

@@ -10,7 +10,9 @@ from step_cases import SPEC, TOKENS, build_loop, hidden_states, run
 from torch import Tensor
 
 from dflash_ext.acceptance import propose
+from dflash_ext.drafter.fused import RowBlocks, linear, request_blocks, split_linear
 from dflash_ext.drafter.loop import DrafterTrainLoop
+from dflash_ext.flat_params import FlatParams
 from dflash_ext.metrics import summarise
 from dflash_ext.supervisor import Worker
 
@@ -217,3 +219,28 @@ def test_200_steps_end_where_the_fp32_reference_ends() -> None:
     want, found = losses(reference), losses(fused)
     assert sum(want[-20:]) < 0.8 * sum(want[:20])  # it has learnt something
     assert sum(found[-20:]) == pytest.approx(sum(want[-20:]), rel=0.01)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("rows", [250, 256])
+def test_gradient_in_blocks_of_rows_is_that_of_one_product(rows: int, split: bool) -> None:
+    """Of integers, so that no order of additions rounds."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+
+    def integers(*shape: int) -> Tensor:
+        found = torch.randint(-4, 5, shape, generator=generator, device="cuda")
+        return found.to(torch.bfloat16)
+
+    weight = torch.nn.Parameter(integers(rows, 384))
+    FlatParams([weight])
+    made: list[Tensor] = []
+    request_blocks(weight, RowBlocks(4, made.append))
+    x, wanted = integers(3, 96, 128), torch.zeros(rows, 384, device="cuda")
+    flat = x.transpose(0, 1).reshape(96, 384)
+    for _ in range(2):
+        grad_out = integers(96, rows)
+        out = split_linear(x, weight) if split else linear(flat, weight)
+        out.backward(grad_out)
+        wanted += (grad_out.double().T @ flat.double()).float()
+        assert torch.equal(torch.cat(made), wanted) and len(made) == 4
+        made.clear()
