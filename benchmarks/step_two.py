@@ -130,9 +130,8 @@ class Drafter:
             self._overlap()
 
     def _overlap(self) -> None:
-        model, optimizer = self.step.problem.model, self.step.optimizer
-        blocks = self.variant.fc_blocks
-        self.overlap = BackwardSync(model, self.sync, optimizer.params, blocks)
+        model, params = self.step.problem.model, self.step.optimizer.params
+        self.overlap = BackwardSync(model, self.sync, params, self.variant.fc_blocks)
 
     def _sync(self, index: int) -> GradSync:
         owner, variant = self.owner, self.owner.variants[index]
@@ -177,8 +176,7 @@ class Drafter:
         end = self._mark()
         self.wait()
         # A GPU is timed by itself, without the start of an empty queue, which a run has but once.
-        gpu_timed = isinstance(begin, torch.cuda.Event)
-        seconds = begin.elapsed_time(end) * 1e-3 if gpu_timed else end - begin
+        seconds = begin.elapsed_time(end) * 1e-3 if self.device.type == "cuda" else end - begin
         self.seconds[self.variant, phase].append(seconds / steps)
 
     def _mark(self) -> Any:
