@@ -11,6 +11,7 @@ import torch
 T = TypeVar("T")
 
 EAGER_RUNS = 2  # of each variant: kernels are compiled and loaded, workspaces allocated
+MOST_GRAPHS = 24  # each takes memory; what is as rare as the next ones runs as well without
 _capturing = threading.Lock()
 
 
@@ -26,7 +27,7 @@ class GraphedCalls(Generic[T]):
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, T]] = {}
 
     def __call__(self, variant: Hashable, place: Hashable, function: Callable[[], T]) -> T:
-        """function(), by a graph once it may be captured.
+        """function(), by a graph once it may be captured, of the first MOST_GRAPHS.
 
         Args:
             variant: of the work; each is run eagerly before it is captured.
@@ -37,6 +38,8 @@ class GraphedCalls(Generic[T]):
             self._eager_runs[variant] = runs + 1
             return function()
         if (variant, place) not in self._graphs:
+            if len(self._graphs) == MOST_GRAPHS:
+                return function()
             self._graphs[variant, place] = self._capture(function)
         graph, result = self._graphs[variant, place]
         graph.replay()
