@@ -23,7 +23,6 @@ SHAPES = [  # capability, dtype, head size, slots, group: by that, with or witho
     (90, torch.bfloat16, 64, 16, 4),
     (90, torch.bfloat16, 64, 16, 3),
     (100, torch.bfloat16, 128, 16, 4),
-    (100, torch.bfloat16, 128, 16, 3),
     (80, torch.bfloat16, 256, 8, 1),
     (80, torch.float32, 128, 16, 4),
     (80, torch.float32, 256, 16, 4),
