@@ -12,7 +12,9 @@ from itertools import pairwise
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
-Span = tuple[int, int]
+from benchmarks.trace import Spans, joined
+
+Span = tuple[float, float]
 LAUNCH_GAP_NS = 20_000
 
 # The first kind whose pattern a name matches.
@@ -90,21 +92,15 @@ def timeline(found: Sequence[Activity], steps: int) -> dict[str, float]:
     }
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
+def union(spans: Iterable[Span]) -> Spans:
     """Spans without overlap, in order."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
+    return joined(sorted(spans), 0)
 
 
-def pauses(spans: Sequence[Span]) -> list[int]:
+def pauses(spans: Sequence[Span]) -> list[float]:
     """Between neighbours of `union`."""
     return [after[0] - before[1] for before, after in pairwise(spans)]
 
 
-def total(spans: Iterable[Span]) -> int:
+def total(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in spans)
