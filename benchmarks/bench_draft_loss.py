@@ -204,6 +204,7 @@ def cases_of(shape: Shape, device: torch.device) -> Iterator[Case]:
             peer=peer,
             peer_name=name,
             check=inputs.check,
+            sustained=True,
             flops=2 * shape.products * shape.rows * shape.vocab * shape.width,
         )
 

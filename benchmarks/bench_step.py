@@ -281,6 +281,7 @@ def _medians(problem: Problem, *calls: Callable[[], object]) -> tuple[float, ...
         device,
         min_seconds=MIN_SECONDS[device.type],
         min_repeats=MIN_ROUNDS[device.type],
+        sustained=True,
     )
 
 

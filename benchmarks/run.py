@@ -71,7 +71,7 @@ def timed(module: ModuleType, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for each case of a module, checked and then timed beside its peer."""
     for case in module.cases(device):
         case.check()
-        mine, peer = median_seconds((case.run, case.peer), device)
+        mine, peer = median_seconds((case.run, case.peer), device, sustained=case.sustained)
         yield {
             "op": case.op,
             "shape": case.shape,

@@ -63,7 +63,7 @@ class Drafters:
         self.stop = threading.Event()
         self.errors: list[str] = []
         self.stores = [make_store() for _ in variants]
-        self.boards = [variant.board(self.world) for variant in variants]
+        self.boards = [variant.board(devices) for variant in variants]
         self.drafters = [Drafter(self, rank) for rank in range(self.world)]
 
     def run(self, body: Callable[[Drafter], None]) -> list[Drafter]:

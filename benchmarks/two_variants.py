@@ -26,11 +26,11 @@ class Variant:
     fc_blocks: int = FC_BLOCKS
     dtype: torch.dtype = torch.float32
 
-    def board(self, world: int) -> Board | None:
+    def board(self, devices: Sequence[torch.device]) -> Board | None:
         """Of a group with this variant."""
         if self.sums == "default":
-            return make_board(world)
-        return Board(world) if self.sums == "copies" else None
+            return make_board(devices)
+        return Board(len(devices)) if self.sums == "copies" else None
 
     @property
     def is_summed(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +22,6 @@ from dflash_ext.grad_groups import make_gloo, make_nccl
 BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 2**31}
 # Copied sums: a layer at once, as each addition waits until a product of the backward pass ends.
 COPIED_BYTES = 2**31
-# Whether drafters of one process sum by copies; temporary, until that has been measured.
-COPIES = os.environ.get("DFLASH_GRAD_COPIES") == "1"
 POLL_S = 0.05
 # The library's own limit comes after ours: our message names the rank that is missing.
 GRACE_S = 5.0
@@ -34,9 +32,14 @@ def make_store() -> dist.Store:
     return dist.HashStore()
 
 
-def make_board(world: int) -> Board | None:
-    """Where the ranks of one process meet that sum by copies, if they do."""
-    return Board(world) if COPIES else None
+def make_board(devices: Sequence[torch.device]) -> Board | None:
+    """Where the ranks of one process meet that sum by copies: those whose GPUs reach each other's
+    memory."""
+    pairs = list(itertools.combinations(devices, 2))
+    if any(a == b or {a.type, b.type} != {"cuda"} for a, b in pairs):
+        return None
+    reached = all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    return Board(len(devices)) if pairs and reached else None
 
 
 class SyncError(RuntimeError):
@@ -68,8 +71,8 @@ class GradSync:
             a process so that ``abort()`` of one frees the others.
         bucket_bytes: about how long a vector is; None: ``BUCKET_BYTES`` of the device, or
             ``COPIED_BYTES``.
-        board: the same one for all ranks, if they are threads of one process: they then sum by
-            copies (``CopiedSums``) instead of by a library, and meet there.
+        board: the same one for all ranks, if they are threads of one process (``make_board``): they
+            then sum by copies (``CopiedSums``) instead of by a library, and meet there.
 
     Raises (``connect``, ``all_reduce``, ``start``, ``finish``, ``barrier``):
         RuntimeError: names this rank and, where known, the ranks that did not come, when another

@@ -195,7 +195,8 @@ class Pipeline:
         ]
         heads = self._heads()
         store = self.machines.store or make_store()
-        self.board = None if self.machines.store else make_board(self.world)
+        places = [torch.device(device) for device in cfg.topology.drafters]
+        self.board = None if self.machines.store else make_board(places)
         models = [self.model, *(copy.deepcopy(self.model) for _ in self.ranks[1:])]
         self.drafter_loops = [
             self._drafter_loop(rank, device, model, heads[device], store)

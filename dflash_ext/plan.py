@@ -21,6 +21,7 @@ from dflash_ext.data.anchors import anchor_budget
 from dflash_ext.drafter.init import start_differences, start_spec
 from dflash_ext.drafter.model import DFlashDraftModel, drafter_spec
 from dflash_ext.drafter.spec import DrafterSpec
+from dflash_ext.grad_sync import COPIED_BYTES
 from dflash_ext.ops.draft_loss import CHUNK_BYTES, default_chunk_rows
 from dflash_ext.placement import split_evenly
 from dflash_ext.target import TargetInfo
@@ -94,6 +95,9 @@ class Plan:
                 "loss scratch": self._loss_scratch(),
             }
             parts |= {name: drafters * size for name, size in sizes.items()}
+            if len(topology.drafters) > 1:
+                # What copied sums bring in of the other drafters' gradients, or NCCL's buffers.
+                parts["sums of gradients"] = min(COPIED_BYTES, self.parameters * 4)
         if device != "cpu":
             parts["CUDA and libraries"] = CUDA_BYTES
         return parts

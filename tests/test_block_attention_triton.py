@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton_compile import needs_interpreter
 
 pytest.importorskip("triton")
 
@@ -31,6 +32,7 @@ SHAPES = [  # capability, dtype, head size, slots, group: by that, with or witho
 INTERPRETED = """
 import dataclasses
 import torch
+from triton_compile import needs_interpreter
 from block_attention_cases import MASKS, error, make_case
 from dflash_ext.ops.block_attention import triton as kernels
 from dflash_ext.ops.block_attention.naive import block_attention_naive
@@ -93,6 +95,7 @@ for shape, mask in cases:
 """
 
 
+@needs_interpreter
 def test_interpreted_in_fp32() -> None:
     tests = os.path.dirname(__file__)
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -248,7 +248,9 @@ def test_padding_of_the_head_is_never_read(dtype, vocab, valid):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("options", [{}, {"dpace_alpha": 0.5, "cap_lambda": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 30.0}, {"dpace_alpha": 0.5, "cap_lambda": 0.5}], ids=str
+)
 @pytest.mark.parametrize("how", [NAN, INF, "label", "large label"])
 def test_bad_row_shows_and_stays_in_its_row(dtype, options, how):
     case = make_case(6, 8, 24, 500, dtype)
@@ -263,19 +265,20 @@ def test_bad_row_shows_and_stays_in_its_row(dtype, options, how):
     assert not loss.isfinite()
     assert acc[WORD["nonfinite_values"]] > 0
     assert draft_loss_stats(*arguments(case), **options)[2][a, k] == 500
-    if not options:  # else it changes its block's weights
+    if "dpace_alpha" not in options:  # else it changes its block's weights
         found[a, k], clean[a, k] = 0, 0
         assert found.equal(clean)
 
 
-def test_bad_indices_show():
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}], ids=str)
+def test_bad_indices_show(options):
     case = make_case(6, 8, 24, 500, torch.bfloat16)
     for rows in (case.rows.clone().fill_(48), case.rows.clone().fill_(-1)):
-        loss, _ = gradient(dataclasses.replace(case, rows=rows))
+        loss, _ = gradient(dataclasses.replace(case, rows=rows), **options)
         assert loss.isnan()
     count = torch.tensor(case.rows.numel() + 1)
-    assert gradient(dataclasses.replace(case, n_rows=count))[0].isnan()
-    teacher = {"teacher_hidden": case.teacher_hidden, "kl_weight": 1.0}
+    assert gradient(dataclasses.replace(case, n_rows=count), **options)[0].isnan()
+    teacher = {"teacher_hidden": case.teacher_hidden, "kl_weight": 1.0} | options
     for index in (50, -1):
         index = torch.full_like(case.teacher_index, index)
         assert gradient(case, teacher_index=index, **teacher)[0].isnan()

@@ -11,7 +11,26 @@ import torch
 from grad_sync_cases import gradients, run_ranks
 
 from dflash_ext.grad_copies import SHARE_GRAIN, Board, CopiedSums, Offer
-from dflash_ext.grad_sync import GradSync
+from dflash_ext.grad_sync import GradSync, make_board
+
+
+@pytest.mark.parametrize(
+    "places, world",
+    [
+        ("cuda:0 cuda:1 cuda:2", 3),
+        ("cuda:0 cuda:1 cuda:9", None),  # one that the others do not reach
+        ("cuda:0 cuda:0", None),
+        ("cuda:0 cpu", None),
+        ("cpu cpu", None),
+        ("cuda:0", None),
+    ],
+)
+def test_who_sums_by_copies(
+    monkeypatch: pytest.MonkeyPatch, places: str, world: int | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: b.index < 9)
+    board = make_board([torch.device(place) for place in places.split()])
+    assert (board and board.world) == world
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])

@@ -13,7 +13,7 @@ import triton_cases
 from torch import Tensor
 from torch.library import opcheck
 from triton_cases import EPS, error
-from triton_compile import compile_launch, recorded_launches
+from triton_compile import compile_launch, needs_interpreter, recorded_launches
 
 from dflash_ext import ops
 from dflash_ext.drafter.attention import RMSNorm, apply_rope
@@ -265,6 +265,7 @@ def test_gradients_by_differences(device: str) -> None:
 
 
 @needs_triton
+@needs_interpreter
 def test_interpreted_kernels_match_naive() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.triton_cases"],

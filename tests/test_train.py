@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_ext import grad_sync, train
+from dflash_ext import pipeline, train
 from dflash_ext.config import run_command
 from dflash_ext.data.packing import BatchPlanner
 from dflash_ext.drafter.loop import DrafterTrainLoop
+from dflash_ext.grad_copies import Board
 from dflash_ext.logger import RunLogger
 from dflash_ext.target import Target
 from dflash_ext.target_loop import TargetForwardLoop
@@ -144,7 +145,7 @@ def test_two_drafters_hold_the_same_weights(run, tmp_path: Path, monkeypatch) ->
     assert run("a", "--topology.drafters=[cpu, cpu]") == 0
     one, two = (dict(loop.model.named_parameters()) for loop in loops)
     assert all(torch.equal(one[name], two[name]) for name in one)
-    monkeypatch.setattr(grad_sync, "COPIES", True)
+    monkeypatch.setattr(pipeline, "make_board", lambda devices: Board(len(devices)))
     assert run("b", "--topology.drafters=[cpu, cpu]") == 0
     assert_same(tmp_path / "a", tmp_path / "b")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_ext import grad_sync, train
+from dflash_ext import pipeline, train
 from dflash_ext.config import run_command
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.hs_queue import Slot
@@ -228,7 +228,8 @@ def test_target_and_drafter_on_two_gpus(run: Run, tmp_path: Path, cuda_graph: st
 def test_two_drafters_hold_the_same_weights(
     run: Run, monkeypatch, cuda_graph: str, copies: bool
 ) -> None:
-    monkeypatch.setattr(grad_sync, "COPIES", copies)
+    if not copies:
+        monkeypatch.setattr(pipeline, "make_board", lambda devices: None)
     loops: list[DrafterTrainLoop] = []
     run_loop = DrafterTrainLoop.run
     monkeypatch.setattr(

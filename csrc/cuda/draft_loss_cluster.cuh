@@ -83,7 +83,8 @@ struct BinaryLogit {
     if constexpr (!kSoftcap) return fmaf(x, scale, -shift);
     r = __fdividef(1, exp2_fast(x * scale) + 1);
     const float z = fmaf(fmaf(-2, r, 1), cap, -shift);
-    return x > Pair<T>::kLowest ? z : Pair<T>::kLowest;  // the cap would let padding count
+    // The cap would let padding count; a NaN stays one.
+    return x <= Pair<T>::kLowest ? Pair<T>::kLowest : z;
   }
 
   __device__ __forceinline__ float operator()(float x, float shift) const {
