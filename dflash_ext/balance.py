@@ -20,6 +20,7 @@ from dflash_ext.drafter.spec import SLIDING, DrafterSpec
 OPTIMIZER_BYTES = 30  # a parameter's traffic in an AdamW step: master, moments, gradient, weight
 ANCHOR_STEP = 64  # to which a proposed max_anchors is rounded
 IDLE = 0.1  # share of the time from which on waiting is worth a word
+HELD_UP = 0.01  # the same of what too few slots cost
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class Balance:
         batch_tokens: of one batch.
         batch_s, anchor_s: seconds of one drafter for a batch without anchors and for each anchor.
         max_anchors: of a batch, as configured.
+        slots: of one drafter; a batch has one from the start of its forward pass to the end of its
+            backward pass.
     """
 
     targets: int
@@ -101,6 +104,7 @@ class Balance:
     batch_s: float
     anchor_s: float
     max_anchors: int
+    slots: int = 2
 
     @property
     def drafter_speed(self) -> float:
@@ -116,8 +120,8 @@ class Balance:
     def whole(self) -> float:
         """Tokens a second of the run. Devices with both roles give their time to the side that
         needs it."""
-        both = self.devices / (1 / self.target_speed + 1 / self.drafter_speed)
-        return min(*self.sides, both)
+        each = 1 / self.target_speed + 1 / self.drafter_speed
+        return min(*self.sides, self.devices / each, self.drafters * self.slots / each)
 
     @property
     def shared(self) -> bool:
@@ -132,6 +136,16 @@ class Balance:
     def waits(self) -> tuple[float, float]:
         """Shares of the time that (targets, drafters) wait if nothing else holds them up."""
         return (1 - self.whole / self.sides[0], 1 - self.whole / self.sides[1])
+
+    def slots_needed(self) -> int:
+        """Slots of one drafter with which no side waits for one.
+
+        A drafter whose batch is the first of a step to come keeps it the longest: until the last
+        one of the step before is trained.
+        """
+        fill, train = 1 / self.target_speed, 1 / self.drafter_speed
+        kept = fill + train + max(0.0, train - fill / self.targets)
+        return max(1, math.ceil(kept * min(self.sides) / self.drafters - 1e-6))
 
     def balanced_anchors(self) -> int | None:
         """The max_anchors at which the drafters keep up exactly; None if no number of them does.
@@ -168,12 +182,19 @@ class Balance:
         if math.isinf(self.target_speed):
             return "the drafters are the slower side: states are stored"
         names = ("targets", "drafters")
+        idle_targets, idle_drafters = waits or self.waits()
+        if self.whole < (1 - HELD_UP) * min(self.sides):
+            return (
+                f"slots hold both sides up: the targets wait {idle_targets:.0%} of the time, the "
+                f"drafters {idle_drafters:.0%}; topology.slots_per_drafter {self.slots_needed()} "
+                f"instead of {self.slots} would end that; then {self.advice()}"
+            )
         slow = names.index(self.slower)
         fast = 1 - slow
         text = f"the {names[slow]} are the slower side"
         if waits is not None:
             text += f" and wait {waits[slow]:.0%} of the time"
-        idle = (waits or self.waits())[fast]
+        idle = (idle_targets, idle_drafters)[fast]
         return f"{text}, the {names[fast]} wait {idle:.0%} of the time; {self.advice()}"
 
     def advice(self) -> str:
@@ -295,6 +316,7 @@ class LoadMeter:
             batch_s=scale * batch_s,
             anchor_s=scale * anchor_s,
             max_anchors=max_anchors,
+            slots=self.cfg.topology.slots_per_drafter,
         )
 
     def summary(self, work: Work) -> dict[str, Any] | None:

@@ -182,6 +182,9 @@ class BufferedHSQueue:
             slot.state = new
             if new is SlotState.FREE:
                 slot.ticket = None
+                # The host frees a slot before its GPU has: the next one taken is the longest free.
+                self._slots.remove(slot)
+                self._slots.append(slot)
             self._changed.notify_all()
 
     def _find(self, state: SlotState) -> Slot | None:

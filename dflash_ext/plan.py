@@ -214,6 +214,7 @@ class Plan:
             batch_s=batch_s,
             anchor_s=anchor_s,
             max_anchors=anchor_budget(self.cfg.train, self.cfg.data),
+            slots=self.cfg.topology.slots_per_drafter,
         )
 
     # -- for people ----------------------------------------------------------------------------

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from step_cases import build_model
@@ -71,6 +73,26 @@ def test_advice_that_cannot_work_is_not_given() -> None:
     assert change(target_speed=100.0).balanced_anchors() is None  # more than a batch has tokens
     stored = change(target_speed=float("inf"))
     assert stored.line() == "the drafters are the slower side: states are stored"
+
+
+def test_too_few_slots_hold_both_sides_up() -> None:
+    # A batch takes 4.9152 s on a target and 2.9 s on a drafter: 7.8 s in a slot, or longer.
+    layout = change(targets=5, drafters=3, devices=8, max_anchors=1900)
+    assert layout.sides == (50_000, pytest.approx(3 * 49_152 / 2.9))
+    assert layout.whole == pytest.approx(6 * 49_152 / (4.9152 + 2.9))
+    waits = layout.waits()
+    assert waits == (pytest.approx(0.245, abs=2e-3), pytest.approx(0.258, abs=2e-3))
+    assert layout.line().startswith(
+        "slots hold both sides up: the targets wait 25% of the time, the drafters 26%; "
+        "topology.slots_per_drafter 4 instead of 2 would end that; then train.max_anchors 1920 or "
+    )
+    enough = dataclasses.replace(layout, slots=4)
+    assert enough.whole == 50_000
+    assert enough.line().startswith("the targets are the slower side, the drafters wait 2% ")
+    assert change(max_anchors=3904).slots_needed() == 2  # one to one, balanced
+    stored = change(target_speed=float("inf"), slots=1)
+    assert stored.whole == stored.sides[1] and stored.slots_needed() == 2
+    assert change(targets=7, devices=8, max_anchors=1).slots_needed() == 7
 
 
 def meter(targets: int = 1, drafters: int = 1, **train: int) -> LoadMeter:
@@ -146,32 +168,53 @@ def test_slow_planning_is_named() -> None:
     assert "slower side" in meter().summary(waiting)["line"]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("slow", ["targets", "drafters"])
-def test_a_run_says_which_side_is_slow(
-    run: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slow: str
-) -> None:
-    owner, method = {
-        "targets": (Target, "forward_capture"),
-        "drafters": (DrafterTrainLoop, "_train_batch"),
-    }[slow]
-    work, slept = getattr(owner, method), threading.local()
+WORKERS = {
+    "targets": (Target, "forward_capture"),
+    "drafters": (DrafterTrainLoop, "_train_batch"),
+}
 
-    def slowed(self: object, *args: object, **kwargs: object) -> object:
-        time.sleep(0.1)
-        slept.seconds = getattr(slept, "seconds", 0.0) + 0.1
-        return work(self, *args, **kwargs)
+
+@pytest.fixture
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, float], None]:
+    """slow_down("targets", seconds of each batch). Clocks then count what a thread alone took: what
+    else this machine does makes no side slower."""
+    slept = threading.local()
 
     class Own:
-        """Seconds of a thread alone: what else this machine does makes no side slower."""
-
         @staticmethod
         def perf_counter() -> float:
             return time.thread_time() + getattr(slept, "seconds", 0.0)
 
-    monkeypatch.setattr(owner, method, slowed)
     monkeypatch.setattr(devices, "time", Own)
+
+    def apply(side: str, seconds: float) -> None:
+        owner, method = WORKERS[side]
+        work = getattr(owner, method)
+
+        def slowed(self: object, *args: object, **kwargs: object) -> object:
+            time.sleep(seconds)
+            slept.seconds = getattr(slept, "seconds", 0.0) + seconds
+            return work(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, method, slowed)
+
+    return apply
+
+
+def balance_of(run: TinyRun, name: str) -> dict[str, Any]:
+    return json.loads((run.folder / name / "summary.json").read_text())["balance"]
+
+
+@pytest.mark.parametrize("slow", ["targets", "drafters"])
+def test_a_run_says_which_side_is_slow(
+    run: TinyRun,
+    slow_down: Callable[[str, float], None],
+    capsys: pytest.CaptureFixture[str],
+    slow: str,
+) -> None:
+    slow_down(slow, 0.1)
     assert run("a", "--train.steps=8", "--train.eval_every=4") == 0
-    summary = json.loads((run.folder / "a" / "summary.json").read_text())["balance"]
+    summary = balance_of(run, "a")
     fast = "drafters" if slow == "targets" else "targets"
     assert summary["line"].startswith(f"the {slow} are the slower side and wait "), summary
     assert summary[f"{fast[:-1]}_wait"] > max(0.4, summary[f"{slow[:-1]}_wait"]), summary
@@ -180,6 +223,32 @@ def test_a_run_says_which_side_is_slow(
     rows = (run.folder / "a" / "metrics.jsonl").read_text().splitlines()
     logged = [row for row in map(json.loads, rows) if "loss" in row]
     assert all(0 <= row[f"{name}_wait"] <= 1 for row in logged for name in ("target", "drafter"))
+
+
+@pytest.mark.parametrize(
+    ("slots", "seconds", "beginning", "advice"),
+    [
+        (4, (0.2, 0.08), "the targets are the slower side and wait ", "train.max_anchors "),
+        (2, (0.2, 0.12), "slots hold both sides up: ", "topology.slots_per_drafter 4 instead of 2"),
+    ],
+    ids=["targets", "slots"],
+)
+def test_five_targets_and_three_drafters_are_told_what_holds_them_up(
+    run: TinyRun,
+    slow_down: Callable[[str, float], None],
+    slots: int,
+    seconds: tuple[float, float],
+    beginning: str,
+    advice: str,
+) -> None:
+    for side, each in zip(WORKERS, seconds, strict=True):
+        slow_down(side, each)
+    flags = ("--topology.targets=[cpu, cpu, cpu, cpu, cpu]", "--topology.drafters=[cpu, cpu, cpu]")
+    flags += (f"--topology.slots_per_drafter={slots}", "--data.eval=[]", "--train.steps=6")
+    assert run("a", *flags) == 0
+    summary = balance_of(run, "a")
+    assert summary["line"].startswith(beginning) and advice in summary["line"], summary
+    assert summary["targets_per_drafter"] == pytest.approx(seconds[0] / seconds[1], rel=0.25)
 
 
 @pytest.mark.parametrize(

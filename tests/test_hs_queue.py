@@ -76,6 +76,18 @@ def test_a_full_queue_holds_the_target_back_until_release() -> None:
     assert entered.wait(2)
 
 
+def test_the_slot_that_is_free_longest_is_taken_next() -> None:
+    """On a GPU a slot is handed back long before it has been read: its next batch would wait."""
+    hs_queue, _ = make_queue(3)
+    taken = []
+    for seq in range(6):
+        taken.append(hs_queue.acquire(FakeTicket(seq)))
+        hs_queue.publish(taken[-1])
+        hs_queue.release(hs_queue.get())
+    assert len({id(slot) for slot in taken[:3]}) == 3
+    assert [id(slot) for slot in taken[3:]] == [id(slot) for slot in taken[:3]]
+
+
 def test_waits_end_with_the_run() -> None:
     hs_queue, supervisor = make_queue(1)
     threading.Timer(0.2, supervisor.stop.set).start()

@@ -62,6 +62,7 @@ def test_every_recipe_is_planned_fits_and_is_balanced(
         waits = re.search(r"the \w+ wait (\d+)% of the time", out)
         assert waits is not None and int(waits[1]) <= 5
         assert all(" free " in line for line in memory)
+        assert Plan(cfg).balance().slots_needed() <= cfg.topology.slots_per_drafter
 
 
 def test_parts_of_the_27b_plan() -> None:
@@ -71,7 +72,7 @@ def test_parts_of_the_27b_plan() -> None:
     weights = sum(plan.target.layer_weights)
     assert weights == 5120 * layers
     assert on_target["target weights"] == pytest.approx(2 * (weights + 2 * 248320 * 5120), rel=1e-3)
-    assert on_drafter["slots"] == 2 * 49152 * 5 * 5120 * 2
+    assert on_drafter["slots"] == 4 * 49152 * 5 * 5120 * 2
     assert on_drafter["embedding and head"] == 2 * 248320 * 5120 * 2
     parameters = plan.parameters
     assert parameters == pytest.approx(1.73e9, rel=1e-3)
@@ -91,7 +92,7 @@ def test_against_what_was_measured() -> None:
         found = balance.batch_s + anchors * balance.anchor_s
         assert found == pytest.approx(seconds, rel=0.15)
     parts = plan.memory["cuda:7"]
-    held = sum(parts.values()) - parts["CUDA and libraries"] - parts["slots"] // 2  # it had one
+    held = sum(parts.values()) - parts["CUDA and libraries"] - parts["slots"] * 3 // 4  # it had one
     held -= parts["sums of gradients"]  # there was one drafter
     assert 1.0 <= held / (47.8 * GIB) <= 1.1
 
@@ -186,7 +187,7 @@ def test_a_run_that_fits_says_so_and_goes_on(
     monkeypatch.setattr(train, "Pipeline", start)
     with pytest.raises(Started):
         train.main(["--config", str(BIG), f"--log.dir={tmp_path}"])
-    assert len(re.findall(r"free 8\d\.\d$", capsys.readouterr().out, flags=re.MULTILINE)) == 2
+    assert len(re.findall(r"free [78]\d\.\d$", capsys.readouterr().out, flags=re.MULTILINE)) == 2
 
 
 def test_a_spread_target_takes_a_part_of_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,6 +305,15 @@ def test_the_slower_side_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the targets are the slower side" in planned(BIG, capsys, "--train.max_anchors=512")[1]
     many = planned(BIG, capsys, "--train.max_anchors=30000")[1]
     assert "the drafters are the slower side, the targets wait " in many
+
+
+def test_too_few_slots_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    few = planned(BIG, capsys, "--topology.slots_per_drafter=2")[1]
+    assert "topology.slots_per_drafter 4 instead of 2 would end that" in few
+    speed = re.search(r"^speed    ([\d,]+) .*targets alone ([\d,]+)", few, flags=re.MULTILINE)
+    assert speed is not None
+    held_up, alone = (float(number.replace(",", "")) for number in speed.groups())
+    assert held_up == pytest.approx(0.755 * alone, rel=0.01)
 
 
 def test_the_recommended_layout_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,12 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def layout(targets: int, drafters: int) -> tuple[str, str]:
+    """Flags for so many threads of each role."""
+    devices = [f"[{', '.join(['cpu'] * count)}]" for count in (targets, drafters)]
+    return f"--topology.targets={devices[0]}", f"--topology.drafters={devices[1]}"
+
+
 def assert_same(a: Path, b: Path) -> None:
     one, two = weights(a), weights(b)
     assert one.keys() == two.keys()
@@ -80,16 +86,19 @@ def test_a_run_writes_what_it_promises(run, tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "drafters, settings",
+    "targets, drafters, settings",
     [
-        ("[cpu]", {"optimizer": "adamw"}),
-        ("[cpu, cpu]", {"optimizer": "adamw"}),
-        ("[cpu]", {"optimizer": "muon"}),
-        ("[cpu]", {"prefix_weight_base": 0.8, "kl_weight": 1, "kl": "js"}),
+        (1, 1, {"optimizer": "adamw"}),
+        (1, 2, {"optimizer": "adamw"}),
+        (5, 3, {"optimizer": "adamw"}),
+        (1, 1, {"optimizer": "muon"}),
+        (1, 1, {"prefix_weight_base": 0.8, "kl_weight": 1, "kl": "js"}),
     ],
 )
-def test_resume_is_exact(run, tmp_path: Path, monkeypatch, drafters: str, settings: dict) -> None:
-    flags = [f"--topology.drafters={drafters}", "--train.eval_every=2"]
+def test_resume_is_exact(
+    run, tmp_path: Path, monkeypatch, targets: int, drafters: int, settings: dict
+) -> None:
+    flags = [*layout(targets, drafters), "--train.eval_every=2"]
     flags += [f"--train.{name}={value}" for name, value in settings.items()]
     assert run("whole", *flags) == 0
     with monkeypatch.context() as patch:
@@ -109,7 +118,10 @@ def test_resume_is_exact(run, tmp_path: Path, monkeypatch, drafters: str, settin
         assert whole[key] == parts[key], key
 
 
-def test_targets_and_drafters_in_any_number_and_order(run, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("targets, drafters", [(2, 2), (5, 3)])
+def test_targets_and_drafters_in_any_number_and_order(
+    run, tmp_path: Path, monkeypatch, targets: int, drafters: int
+) -> None:
     seen: dict[str, list] = {}
     forward = Target.forward_capture
     train_batch = DrafterTrainLoop._train_batch
@@ -125,29 +137,47 @@ def test_targets_and_drafters_in_any_number_and_order(run, tmp_path: Path, monke
 
     monkeypatch.setattr(Target, "forward_capture", jitter)
     monkeypatch.setattr(DrafterTrainLoop, "_train_batch", record)
-    for name, targets in [("one", "[cpu]"), ("two", "[cpu, cpu]"), ("again", "[cpu, cpu]")]:
-        flags = (f"--topology.targets={targets}", "--topology.drafters=[cpu, cpu]")
-        assert run(name, *flags, "--train.grad_accum=2") == 0
-    for rank in (0, 1):
+    for name, count in [("one", 1), ("many", targets), ("again", targets)]:
+        assert run(name, *layout(count, drafters), "--train.grad_accum=2") == 0
+    for rank in range(drafters):
         ids = [batch for r, batch in seen["one"] if r == rank]
-        assert ids == list(range(rank, STEPS * 4, 2))
-        assert ids == [batch for r, batch in seen["two"] if r == rank]
-    assert_same(tmp_path / "one", tmp_path / "two")
-    assert_same(tmp_path / "two", tmp_path / "again")
+        assert ids == list(range(rank, STEPS * 2 * drafters, drafters))
+        assert ids == [batch for r, batch in seen["many"] if r == rank]
+    assert_same(tmp_path / "one", tmp_path / "many")
+    assert_same(tmp_path / "many", tmp_path / "again")
 
 
-def test_two_drafters_hold_the_same_weights(run, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("targets, drafters", [(1, 2), (5, 3)])
+def test_all_drafters_hold_the_same_weights(
+    run, tmp_path: Path, monkeypatch, targets: int, drafters: int
+) -> None:
     loops: list[DrafterTrainLoop] = []
     run_loop = DrafterTrainLoop.run
     monkeypatch.setattr(
         DrafterTrainLoop, "run", lambda self, worker: (loops.append(self), run_loop(self, worker))
     )
-    assert run("a", "--topology.drafters=[cpu, cpu]") == 0
-    one, two = (dict(loop.model.named_parameters()) for loop in loops)
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    monkeypatch.setattr(pipeline, "make_board", lambda devices: Board(len(devices)))
-    assert run("b", "--topology.drafters=[cpu, cpu]") == 0
-    assert_same(tmp_path / "a", tmp_path / "b")
+    boards: list[Board] = []
+
+    def make_board(devices: list[torch.device]) -> Board:
+        boards.append(Board(len(devices)))
+        return boards[-1]
+
+    flags = layout(targets, drafters)
+    for name in ("library", "copies"):
+        loops.clear()
+        assert run(name, *flags) == 0
+        first, *others = (loop.model.state_dict() for loop in loops)
+        assert len(others) == drafters - 1
+        assert all(torch.equal(first[n], other[n]) for other in others for n in first)
+        monkeypatch.setattr(pipeline, "make_board", make_board)
+    assert [board.world for board in boards] == [drafters]
+    if drafters == 2:
+        assert_same(tmp_path / "library", tmp_path / "copies")
+        return
+    # Gloo's order of addition, and so the last bit, is another: Adam's first steps magnify it.
+    library, copies = weights(tmp_path / "library"), weights(tmp_path / "copies")
+    for name in library:
+        torch.testing.assert_close(library[name], copies[name], rtol=2e-3, atol=2e-5)
 
 
 def test_evaluation_metrics_and_logging_do_not_touch_training(run, tmp_path: Path) -> None:
