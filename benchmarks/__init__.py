@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 MIN_SECONDS = 0.5
+SUSTAINED_SECONDS = 3.0  # until clocks have come down to what the power limit allows
 MIN_REPEATS = 5
 FLUSH_BYTES = 2**30  # many times a GPU's L2 cache
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**31}
@@ -69,7 +70,7 @@ def median_seconds(
     calls: tuple[Callable[[], object], ...],
     device: torch.device,
     *,
-    min_seconds: float = MIN_SECONDS,
+    min_seconds: float | None = None,
     min_repeats: int = MIN_REPEATS,
     sustained: bool = False,
 ) -> tuple[float, ...]:
@@ -83,6 +84,8 @@ def median_seconds(
         call()
     times: tuple[list[float], ...] = tuple([] for _ in calls)
     sustained = sustained and device.type == "cuda"
+    if min_seconds is None:
+        min_seconds = SUSTAINED_SECONDS if sustained else MIN_SECONDS
     before: list[torch.cuda.Event] = []
     begin = time.perf_counter()
     while time.perf_counter() - begin < min_seconds or len(times[0]) < min_repeats:

@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import Case
 from dflash_ext import ops
+from dflash_ext.ops.draft_loss import default_chunk_rows
 from dflash_ext.ops.draft_loss.naive import draft_loss_stats_naive
+from dflash_ext.ops.draft_loss.teacher import chunk_index, most_teachers
 from dflash_ext.ops.metric_add import new_accumulator
 
 CHECKED_BLOCKS = 2
@@ -34,6 +36,7 @@ class Shape:
     width: int
     options: dict[str, float] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    share: bool = False  # teachers that several rows of a chunk have are projected once
 
     @property
     def rows(self) -> int:
@@ -45,11 +48,11 @@ class Shape:
 
     def __str__(self) -> str:
         terms = "".join(f" {name.split('_')[0]}" for name in self.options)
-        return f"N{self.rows} V{self.vocab} H{self.width}{terms}"
+        return f"N{self.rows} V{self.vocab} H{self.width}{terms}{' shared' * self.share}"
 
 
-def large(vocab: int, width: int, **options: float) -> Shape:
-    return Shape(512, 17, vocab, width, options, torch.bfloat16)
+def large(vocab: int, width: int, share: bool = False, **options: float) -> Shape:
+    return Shape(512, 17, vocab, width, options, torch.bfloat16, share)
 
 
 SHAPES = {
@@ -62,6 +65,7 @@ SHAPES = {
     "cuda": [
         large(248_320, 5120),
         large(248_320, 5120, kl_weight=0.5, cap_lambda=0.1),
+        large(248_320, 5120, share=True, kl_weight=0.5, cap_lambda=0.1),
         large(248_320, 5120, cap_lambda=0.1, dpace_alpha=0.5),
         large(151_936, 4096),
     ],
@@ -89,9 +93,21 @@ class Inputs:
         self.options: dict = dict(shape.options)
         if shape.products == 3:
             self.options["teacher_hidden"] = torch.randn_like(hidden).flatten(0, 1)
-            states = hidden[..., 0].numel()
-            self.options["teacher_index"] = torch.randint(0, states, slots, device=device)
+            self.options["teacher_index"] = index = self.following_tokens()
+            if shape.share:
+                tokens, chunk = (
+                    index.numel(),
+                    default_chunk_rows("cuda", shape.vocab, 2, teacher=True),
+                )
+                teachers = chunk_index(index, self.rows, self.n_rows, tokens, chunk)
+                self.options["most_teachers"] = most_teachers(teachers, tokens)
         self.acc = new_accumulator(device)
+
+    def following_tokens(self) -> Tensor:
+        """Of blocks behind random tokens of a text that has as many tokens as there are slots."""
+        blocks, slots = self.labels.shape
+        anchors = torch.randperm(blocks * slots - slots, device=self.labels.device)[:blocks]
+        return anchors.sort().values[:, None] + torch.arange(slots, device=anchors.device)
 
     def arguments(self) -> tuple[Tensor, ...]:
         return (
@@ -162,7 +178,7 @@ class Inputs:
         wide = part.double().requires_grad_()
         weights, labels = self.weights[:few], self.labels[:few]
         rows = self.rows[self.rows < few * slots]
-        options = dict(self.options)
+        options = {k: v for k, v in self.options.items() if k != "most_teachers"}
         if self.shape.products == 3:
             options["teacher_hidden"] = options["teacher_hidden"].double()
             options["teacher_index"] = options["teacher_index"][:few]

@@ -15,6 +15,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from benchmarks.step_parts import PARTS, breakdown, profiled
 from benchmarks.step_problem import CE, KL, KL_CE, SHAPES, Problem, Terms, make_problem
 from dflash_ext import ops
 from dflash_ext.drafter.fused import mark_gradients
+from dflash_ext.drafter.graph import EAGER_RUNS, GraphedCalls
 from dflash_ext.drafter.loss import TeacherChunks, teacher_chunks, train_batch
 from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.optim import DrafterOptimizer
@@ -96,11 +98,14 @@ def measure(
     device: torch.device, shapes: Sequence[str] = (), sides: Sequence[str] = SIDES
 ) -> Iterator[Row]:
     """The rows of the report; a row with "error" in it has no time."""
-    for name in shapes or DEFAULT_SHAPES[device.type]:
-        problem = problem_on(device, name)
-        yield from _measure_step(problem, sides)
-        if "Liger" in sides:
-            yield from _measure_loss(problem)
+    on_gpu = device.type == "cuda"
+    # As a drafter's thread has it, and as a graph must be captured.
+    with torch.cuda.stream(torch.cuda.Stream(device)) if on_gpu else nullcontext():
+        for name in shapes or DEFAULT_SHAPES[device.type]:
+            problem = problem_on(device, name)
+            yield from _measure_step(problem, sides)
+            if "Liger" in sides:
+                yield from _measure_loss(problem)
 
 
 def problem_on(device: torch.device, name: str) -> Problem:
@@ -130,14 +135,37 @@ def _measure_step(problem: Problem, sides: Sequence[str]) -> Iterator[Row]:
 
 def _measure_floors(step: Step, terms: Terms, mine: Callable[[], object] | None) -> Iterator[Row]:
     """Beside the products of the algorithm as stated, and beside those that are really made."""
-    problem = step.problem
+    problem, shape = step.problem, f"{step.problem.shape.name} {terms.name}"
+    ways = {"step": mine} if mine is not None else {}
+    if mine is not None and problem.hidden.is_cuda:
+        ways["step, graph"] = _graphed(step, terms)
     floors = {"its products in cuBLAS": step_gemms(problem, terms)}
     made = made_gemms(problem, terms, step.teachers_of(terms))
     if made not in floors.values():
         floors["the products it makes, in cuBLAS"] = made
     for name, gemms in floors.items():
         floor = Floor(problem, gemms)
-        yield _timed(problem, terms, mine, name, floor.run, sum(floor.flops.values()))
+        *ours, theirs = _medians(problem, *ways.values(), floor.run)
+        for op, seconds in zip(ways or ["step"], ours or [None], strict=True):
+            yield _row(op, shape, seconds, name, theirs, sum(floor.flops.values()))
+
+
+def _graphed(step: Step, terms: Terms) -> Callable[[], Tensor]:
+    """The step as train.cuda_graph has it; it must leave the same bits."""
+    graphs: GraphedCalls[Tensor] = GraphedCalls()
+
+    def replay() -> Tensor:
+        return graphs("step", 0, functools.partial(step.run, terms))
+
+    losses = [replay().clone() for _ in range(EAGER_RUNS)]
+    wanted = {name: gradient.clone() for name, gradient in step.gradients().items()}
+    losses += [replay().clone() for _ in range(2)]
+    found = step.gradients()
+    if not all(torch.equal(loss, losses[0]) for loss in losses):
+        raise CheckFailed(f"losses of the step and of its graph: {[float(x) for x in losses]}")
+    if off := [name for name, want in wanted.items() if not torch.equal(found[name], want)]:
+        raise CheckFailed(f"gradients that a graph changes: {', '.join(off)}")
+    return replay
 
 
 def _measure_peer(

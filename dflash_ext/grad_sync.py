@@ -250,7 +250,7 @@ class GradSync:
             return
         if self._on_gpu:
             with contextlib.suppress(RuntimeError):
-                if not self._started:
+                if not self._started and not self._stop.is_set():
                     self._synchronize("close")
                     self._meet("close")
             if self._board is None:

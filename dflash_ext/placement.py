@@ -79,6 +79,9 @@ def follow_devices(model: PreTrainedModel) -> None:
     Those replace the method ``forward``, which the target's fused modules do themselves.
     """
     remove_hook_from_module(model, recurse=True)
+    for module in model.modules():
+        # Left behind by that: the method as an attribute, which would hide a fused module's own.
+        vars(module).pop("forward", None)
     moved = _Moved()
     layers = model.get_decoder().layers
     parts = [m for m in model.get_decoder().children() if m is not layers]

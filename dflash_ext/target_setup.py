@@ -9,7 +9,6 @@ import torch
 
 from dflash_ext.config import ModelConfig
 from dflash_ext.data.packing import BatchPlanner
-from dflash_ext.devices import current
 from dflash_ext.fast_gdn import gdn_modules
 from dflash_ext.fp8 import Fp8Effect, quantise_target
 from dflash_ext.target import Target
@@ -126,8 +125,8 @@ def warm_up(
 
 def _give_back(target: Target) -> None:
     """What the passes took: the workers' streams could not use it."""
-    for device in target.devices:
-        if device.type == "cuda":
-            with current(device):  # emptying another device's cache can unmap what is in use
-                torch.cuda.synchronize(device)
-                torch.cuda.empty_cache()
+    devices = [device for device in target.devices if device.type == "cuda"]
+    for device in devices:
+        torch.cuda.synchronize(device)
+    if devices:
+        torch.cuda.empty_cache()  # of all devices, and it can unmap what is still in use

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig
 
 from dflash_ext.config import UserError, from_dict, validate
 from dflash_ext.config_values import coerce_devices
 from dflash_ext.placement import copy_to, device_map, follow_devices, place, split_evenly
 from dflash_ext.target import Target, load_target
+from dflash_ext.target_fast import fuse_target
 
 # Small hybrid and dense targets; layer sizes differ in the first one.
 HYBRID = Qwen3_5TextConfig(
@@ -107,6 +109,17 @@ def test_inputs_follow_the_layers(tiny_target_dir: Path, kind: str) -> None:
         states = [s[0] if isinstance(s, tuple) else s for s in seen]
         assert [s.device.type for s in states] == ["cpu"] * first + ["meta"] * (len(seen) - first)
         assert 0 < first < len(seen)
+
+
+def test_a_spread_target_is_fused_as_one_on_one_device() -> None:
+    """Hooks of accelerate, as loading adds them, leave nothing in front of the fused modules."""
+    plain, hooked = model_of(HYBRID), model_of(HYBRID)
+    for module in hooked.modules():
+        add_hook_to_module(module, AlignDevicesHook("cpu", io_same_device=True))
+    follow_devices(hooked)
+    assert fuse_target(hooked) == fuse_target(plain)
+    ids = torch.arange(40).view(2, 20)
+    assert torch.equal(hooked(ids).logits, plain(ids).logits)
 
 
 def test_a_spread_target_on_one_kind_of_device_computes_the_same(tiny_target_dir: Path) -> None:
