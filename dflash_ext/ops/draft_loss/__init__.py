@@ -127,6 +127,7 @@ def draft_loss(
     logit_scale: float = 1.0,
     chunk_rows: int | None = None,
     valid_vocab: int | None = None,
+    most_teachers: int | None = None,
     metrics: Tensor | None = None,
     measured: bool = True,
 ) -> Tensor:
@@ -151,8 +152,8 @@ def draft_loss(
     bound of n_rows on the host passes rows[:bound]. In 16 bits the terms and ranks are those of the
     logits as they are stored, in 16 bits. Memory: chunk_rows x V logits (None: as many rows as
     `default_chunk_rows` says), twice that with a teacher, and the gradient of all rows in fp32.
-    Other divergences than forward take a kernel that reads a row four times; it is checked without
-    a GPU only so far.
+    `most_teachers`: as in `draft_loss_stats`. Other divergences than forward take a kernel that
+    reads a row four times.
 
     Raises ValueError for an unknown kl or a KL without teacher, and on a CPU IndexError for an
     index out of range.
@@ -176,6 +177,7 @@ def draft_loss(
         logit_scale=logit_scale,
         chunk_rows=chunk_rows,
         valid_vocab=valid_vocab,
+        most_teachers=most_teachers,
     )
     if metrics is not None:
         seen = rank if measured else rank.new_empty((0, 0))
