@@ -1,13 +1,14 @@
 """The whole pipeline beside its stages alone, in one process that never stops in between.
 
 python -m benchmarks.bench_pipeline --config configs/qwen3_5_27b_2gpu.yaml [--seconds 80]
-    [--phases target-bound] [--anchors FEW MANY] [--trace OUT.json.gz] [--json OUT]
+    [--phases configured recommended] [--anchors FEW MANY] [--trace OUT.json.gz] [--json OUT]
     [--section.field value ...]
 
 Takes a recipe with its layout (`--topology.targets '[0]' --topology.drafters '[0]'` for one GPU),
 gives its target random weights and random text, and runs the product's own Pipeline through phases:
-the targets alone, the drafters alone with few and with many anchors, then everything with so few
-anchors that targets are the slower side, and with so many that drafters are; last come three
+the targets alone, one of them alone, the drafters alone with few and with many anchors, then
+everything: with so few anchors that targets are the slower side, with so many that drafters are, with
+the recipe's own number, or with what the monitor recommends after the phase before. Last come three
 profiled steps. A JSON report holds all figures.
 """
 
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from benchmarks.pipeline_figures import (
     rate,
     sample,
     stage_rows,
+    work_of,
 )
 from benchmarks.pipeline_phases import Phase, Recorder, Schedule
 from benchmarks.random_target import random_target, write_target, write_text
@@ -58,7 +60,8 @@ PROFILED_STEPS = 3
 POLL_S, SAMPLE_S = 0.05, 1.0
 # Seconds of a drafter's step over those of the targets', in the pipeline phases of both kinds.
 SHARES = {"drafter-bound": 1.35, "target-bound": 0.75}
-PHASES = tuple(SHARES)
+CONFIGURED, RECOMMENDED = "configured", "recommended"
+PHASES = (*SHARES, CONFIGURED, RECOMMENDED)
 TOY = {
     "model_type": "qwen3",
     "vocab_size": 96,
@@ -88,7 +91,7 @@ class Options:
     seconds: float = 80.0
     probes: tuple[int, int] = (1024, 8192)
     anchors: tuple[int, int] | None = None
-    phases: tuple[str, ...] = PHASES
+    phases: tuple[str, ...] = tuple(SHARES)
     settle: int = 2
     alone: int = 4
     trace: Path | None = None
@@ -113,6 +116,7 @@ class Bench:
         print(json.dumps(self.report), flush=True)
         self.samples: list[Sample] = []
         self.targets = len(cfg.topology.targets)
+        self.configured = cfg.train.max_anchors  # phases change it
         self.warm = Phase("warm-up", 2, max(options.probes), self.targets)
         self.schedule = Schedule(self.warm)
         with trace.profiling(None):  # the profiler has to be started by the main thread first
@@ -156,11 +160,24 @@ class Bench:
             for alone, phase in pairs.values():
                 self._wait(phase, phase.steps)
                 self._report_phase(alone, phase)
+            if RECOMMENDED in self.options.phases:
+                phase = self._recommended(phase)
             with trace.profiling(self.options.trace) as profile:  # the last phase goes on
                 self._wait(phase, self.recorder.finished(phase) + PROFILED_STEPS)
             self._note("waiting_calls", profile.waiting_calls())
         finally:
             self.pipeline.supervisor.signum = signal.SIGTERM  # a clean end
+
+    def _recommended(self, before: Phase) -> Phase:
+        """One with the anchors that the monitor recommends after a phase, if there are any."""
+        anchors = (self.report[before.name]["monitor"] or {}).get("max_anchors")
+        if anchors is None:
+            return before
+        alone, phase = self._planned(RECOMMENDED, anchors)
+        self.schedule.add(alone, phase)
+        self._wait(phase, phase.steps)
+        self._report_phase(alone, phase)
+        return phase
 
     def _stages_alone(self) -> dict[str, int]:
         """Measures both stages; the number of anchors for each kind of pipeline phase."""
@@ -168,7 +185,9 @@ class Bench:
         small, large = options.probes
         steps = self._steps(alone)
         target = Phase("target alone", steps, small, self.targets, drafters=False)
-        single = Phase("one target alone", steps, small, 1, drafters=False)
+        # While one works, the others hand over all slots that there are.
+        turns = alone * self.cfg.topology.slots_per_drafter
+        single = Phase("one target alone", turns, small, 1, drafters=False)
         probe_large = Phase("drafter alone", alone, large, 0)
         # Short steps last: they go on while the next phases are chosen.
         probe_small = Phase("drafter alone", 4 * alone, small, 0, metrics_every=2)
@@ -190,10 +209,11 @@ class Bench:
         limits = {"at_least": min(self.options.probes) // 2, "at_most": self.cfg.data.token_budget}
         self._note("balanced_anchors", balance.anchors(self.target_s, **limits))
         self._note("metrics, small", metrics_cost(self.recorder.timed("drafter", probe_small)))
-        chosen = {n: balance.anchors(SHARES[n] * self.target_s, **limits) for n in PHASES}
+        chosen = {n: balance.anchors(SHARES[n] * self.target_s, **limits) for n in SHARES}
         if options.anchors is not None:
-            chosen = dict(zip(PHASES, reversed(options.anchors), strict=True))
-        return {name: chosen[name] for name in PHASES if name in options.phases}
+            chosen = dict(zip(SHARES, reversed(options.anchors), strict=True))
+        chosen[CONFIGURED] = self.configured
+        return {name: anchors for name, anchors in chosen.items() if name in options.phases}
 
     def _batches_of_a_step(self) -> float:
         """Batches of one optimizer step that one target makes."""
@@ -225,6 +245,7 @@ class Bench:
         whole = found["drafter"]["tokens_per_s"]
         slower = min(target_rate, drafter_rate)
         bound = 1 / (1 / target_rate + 1 / drafter_rate)
+        single = self.report.get("one target alone", {}).get("tokens_per_s")
         self._note(
             phase.name,
             {
@@ -234,10 +255,22 @@ class Bench:
                 "slower_stage": "target" if target_rate < drafter_rate else "drafter",
                 "of_slower_stage": whole / slower,
                 "of_harmonic_bound": whole / bound,
+                "of_single_targets": None if single is None else whole / (self.targets * single),
+                "monitor": self._monitor(phase),
                 "metrics": metrics_cost(self.recorder.timed("drafter", phase)),
                 "memory": memory([s for s in self.samples if s.phase == phase.name]),
             },
         )
+
+    def _monitor(self, phase: Phase) -> dict[str, Any] | None:
+        """What the run's last line would say if it had been this phase."""
+        settle, timed = self.options.settle, self.recorder.timed
+        work = work_of(
+            timed("target", phase), timed("drafter", phase), skip=settle, skip_last=settle
+        )
+        train = replace(self.cfg.train, max_anchors=phase.anchors)
+        load = self.pipeline.monitor.load
+        return replace(load, cfg=replace(self.cfg, train=train)).summary(work)
 
     def _wait(self, phase: Phase, steps: int) -> None:
         """Until every drafter has done so many steps of a phase; samples memory meanwhile."""
@@ -313,7 +346,7 @@ def measure(device: torch.device) -> Iterator[dict[str, Any]]:
         gpus = min(2, torch.cuda.device_count())
         layout = ["--topology.targets", "[0]", "--topology.drafters", f"[{gpus - 1}]"]
         report = run_bench(["--config", RECIPE, *layout], Options())
-    for name in PHASES:
+    for name in SHARES:
         found = report[name]
         note = (
             f"{found['tokens_per_s']:.0f} tokens/s, {found['of_slower_stage']:.3f} x the "
@@ -329,7 +362,7 @@ def main() -> int:
     )
     default = Options()
     parser.add_argument("--seconds", type=float, default=default.seconds, help="of such a phase")
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=default.phases)
     parser.add_argument("--anchors", type=int, nargs=2, metavar=("FEW", "MANY"))
     parser.add_argument("--probes", type=int, nargs=2, default=default.probes)
     parser.add_argument("--settle", type=int, default=default.settle)
@@ -340,6 +373,8 @@ def main() -> int:
     for option, path in (("--json", arguments.json), ("--trace", arguments.trace)):
         if path is not None:
             check_output_file(option, path)
+    if arguments.phases == [RECOMMENDED]:
+        raise UserError(f"--phases: found {RECOMMENDED} alone, want another phase before it")
     options = Options(
         arguments.seconds,
         tuple(arguments.probes),

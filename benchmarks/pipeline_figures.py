@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.pipeline_phases import Phase, Recorder, Timed
+from dflash_ext.balance import Work
 
 GIB = 2**30
 ANCHOR_STEP = 64  # to which a chosen number of anchors is rounded, where it is that large
@@ -24,10 +25,11 @@ ANCHOR_STEP = 64  # to which a chosen number of anchors is rounded, where it is 
 class Rate:
     """One stage in one phase, all its workers together.
 
-    tokens_per_s: the sum over the workers. busy: mean share of the time from a batch's start to its
-    end. step_s, longest_s: seconds between the ends of a worker's batches, their mean and the most.
-    exposed_s: of a step, between the end of the backward pass and the update: the gradients' sum,
-    as far as nothing hides it.
+    tokens_per_s: the sum over the workers. busy: mean share of the time in which a worker neither
+    waits for a batch nor, in the gradients' sum, for another worker that is later. step_s,
+    longest_s: seconds between the ends of a worker's batches, their mean and the most. exposed_s:
+    of a step, from the end of the last worker's backward pass to the update: the gradients' sum, as
+    far as nothing hides it.
     """
 
     tokens_per_s: float
@@ -45,6 +47,8 @@ class Rate:
 
 def rate(workers: Iterable[Sequence[Timed]], *, skip: int = 1, skip_last: int = 0) -> Rate:
     """From the end of each worker's batch `skip` on. Raises RuntimeError for too few batches."""
+    workers = list(workers)
+    sums = exposed_sums(workers)
     tokens, busy, steps, longest, exposed, count = [], [], [], [], [], 0
     for timed in workers:
         kept = timed[max(skip, 1) - 1 : len(timed) - skip_last]
@@ -53,10 +57,11 @@ def rate(workers: Iterable[Sequence[Timed]], *, skip: int = 1, skip_last: int = 
             raise RuntimeError(f"found {len(timed)} batches of a phase, want at least {least}")
         span = kept[-1].end - kept[0].end
         tokens.append(sum(t.batch.tokens for t in kept[1:]) / span)
-        busy.append(sum(t.end - t.start for t in kept[1:]) / span)
+        own_sums = [sums.get(t.batch.step, 0.0) for t in kept[1:]]
+        busy.append((sum(t.busy for t in kept[1:]) + sum(own_sums)) / span)
         steps.append(span / (len(kept) - 1))
         longest.append(max(two.end - one.end for one, two in itertools.pairwise(kept)))
-        exposed.append(statistics.fmean(t.end - t.start - t.busy for t in kept[1:]))
+        exposed.append(statistics.fmean(own_sums))
         count += len(kept) - 1
     return Rate(
         sum(tokens),
@@ -66,6 +71,44 @@ def rate(workers: Iterable[Sequence[Timed]], *, skip: int = 1, skip_last: int = 
         statistics.fmean(exposed),
         count,
         tuple(tokens),
+    )
+
+
+def exposed_sums(workers: Sequence[Sequence[Timed]]) -> dict[int, float]:
+    """Seconds of each step that the sum over several drafters takes by itself.
+
+    The last one to come waits for nobody: the shortest gap between backward pass and update is the
+    sum's own. Each gap is by one device's clock.
+    """
+    gaps: dict[int, list[float]] = {}
+    for timed in workers:
+        for t in timed:
+            if len(t.spans) > 1:  # the last one is the update
+                gaps.setdefault(t.batch.step, []).append(t.spans[-1][0] - t.spans[-2][1])
+    return {step: min(each) for step, each in gaps.items() if len(each) > 1}
+
+
+def work_of(
+    targets: Sequence[Sequence[Timed]],
+    drafters: Sequence[Sequence[Timed]],
+    *,
+    skip: int = 1,
+    skip_last: int = 0,
+) -> Work:
+    """What a run's monitor counts, from the end of the drafters' batch `skip` on; of the targets'
+    batches that begin before or end later the part that lies between."""
+    kept = [timed[max(skip, 1) - 1 : len(timed) - skip_last] for timed in drafters]
+    begin, end = min(k[0].end for k in kept), max(k[-1].end for k in kept)
+    trained = [t for k in kept for t in k[1:]]
+    filled = [(t, min(t.end, end) - max(t.start, begin)) for timed in targets for t in timed]
+    inside = [(t, seconds) for t, seconds in filled if seconds > 0]
+    return Work(
+        time=end - begin,
+        steps=min(len(k) for k in kept) - 1,
+        tokens=sum(t.batch.tokens for t in trained),
+        busy_s=sum(t.busy for t in trained),
+        target_tokens=round(sum(t.batch.tokens * s / (t.end - t.start) for t, s in inside)),
+        target_busy_s=sum(seconds for _, seconds in inside),
     )
 
 

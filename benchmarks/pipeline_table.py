@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_ext.command import CommandParser, run_command
 
-PHASES = ("target-bound", "drafter-bound")
+PHASES = ("target-bound", "drafter-bound", "configured", "recommended")
 Report = dict[str, Any]
 
 
@@ -73,6 +73,9 @@ def notes(report: Report) -> list[str]:
             f"one target by itself {one:,.0f} tokens/s, all {len(together)} together "
             f"{sum(together) / one / len(together):.3f} x that each"
         )
+    for name in PHASES:
+        if name in report:
+            lines += layout_notes(report[name], name)
     costs = {"drafter alone": report.get("metrics, small")}
     costs |= {name: report[name]["metrics"] for name in PHASES if name in report}
     for name, cost in costs.items():
@@ -97,6 +100,23 @@ def notes(report: Report) -> list[str]:
     if "equal_weights" in report:
         equal = "equal bit for bit" if report["equal_weights"] else "DIFFERENT"
         lines.append(f"after {report['steps']} steps the weights of all drafters are {equal}")
+    return lines
+
+
+def layout_notes(found: Report, name: str) -> list[str]:
+    """Rates of each worker and what the monitor recommends; nothing of a report without them."""
+    each = (
+        f"{stage} {', '.join(f'{speed:,.0f}' for speed in found[stage]['per_worker'])}"
+        for stage in ("target", "drafter")
+    )
+    lines = [f"tokens/s of each worker, {name}: {'; '.join(each)}"]
+    if found.get("of_single_targets"):
+        share = found["of_single_targets"]
+        lines.append(f"tokens/s, {name}: {share:.3f} x as many targets, each by itself")
+    if found.get("monitor"):
+        advice = found["monitor"]
+        ratio = advice["targets_per_drafter"]
+        lines.append(f"monitor, {name}: {advice['line']} (balanced at {ratio} targets a drafter)")
     return lines
 
 

@@ -1,14 +1,20 @@
 """bench_pipeline at toy size: its phases, its figures, its profile and the picture of it."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import bench_pipeline, bench_target, pipeline_figures, pipeline_table, trace
-from benchmarks.pipeline_figures import Balance, metrics_cost, rate
+from benchmarks.pipeline_figures import Balance, metrics_cost, rate, work_of
 from benchmarks.pipeline_phases import Batch, Phase, Schedule, Timed
+from dflash_ext import balance
+from dflash_ext.balance import Work
+from dflash_ext.data.packing import Ticket
+from dflash_ext.hs_queue import Slot
+from dflash_ext.target_loop import TargetForwardLoop
 
 PHASE = Phase("any", 4, 8, 1)
 
@@ -32,7 +38,7 @@ def test_toy_run_measures_every_phase(tmp_path: Path) -> None:
     assert report["one target alone"]["tokens_per_s"] != 0
     assert report["target alone"]["target"]["batches"] >= 2
     assert "drafter" not in report["target alone"]
-    for name in bench_pipeline.PHASES:
+    for name in bench_pipeline.SHARES:
         found = report[name]
         assert found["tokens_per_s"] > 0
         assert found["target"]["batches"] > 0
@@ -58,6 +64,43 @@ def test_toy_run_measures_every_phase(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_five_targets_and_three_drafters_with_what_the_monitor_recommends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = TargetForwardLoop._forward
+
+    def slow(self: TargetForwardLoop, slot: Slot, ticket: Ticket) -> None:
+        time.sleep(0.15)  # the slower side: more anchors are recommended
+        forward(self, slot, ticket)
+
+    monkeypatch.setattr(TargetForwardLoop, "_forward", slow)
+    monkeypatch.setattr(balance, "ANCHOR_STEP", 1)
+    phases = ("configured", "recommended")
+    options = bench_pipeline.Options(seconds=0, probes=(2, 8), settle=1, alone=1, phases=phases)
+    flags = [*bench_pipeline.TOY_FLAGS, "--topology.targets", "[cpu,cpu,cpu,cpu,cpu]"]
+    flags += ["--topology.drafters", "[cpu,cpu,cpu]", "--topology.slots_per_drafter", "4"]
+    flags += ["--train.max_anchors", "6"]
+    report = bench_pipeline.run_bench(flags, options, bench_pipeline.TOY)
+
+    assert report["equal_weights"] is True and "target-bound" not in report
+    first, second = (report[name] for name in phases)
+    assert first["anchors"] == 6
+    assert 0.3 < first["of_single_targets"] < 1.2
+    assert second["anchors"] == first["monitor"]["max_anchors"] > 0
+    for name in phases:
+        found = report[name]
+        workers = [found[stage]["per_worker"] for stage in ("target", "drafter")]
+        assert [len(each) for each in workers] == [5, 3]
+        assert sum(workers[1]) == pytest.approx(found["tokens_per_s"])
+        for stage in ("target", "drafter"):
+            waits = found["monitor"][f"{stage}_wait"]
+            assert found[stage]["waits"] == pytest.approx(waits, abs=0.2)
+
+    words = pipeline_table.markdown([report])
+    assert "| recommended |" in words and "x as many targets, each by itself" in words
+    assert f"monitor, configured: {first['monitor']['line']}" in words
+
+
 def test_phases_follow_each_other_and_the_last_goes_on() -> None:
     first, second = (Phase(name, steps, 8, 1) for name, steps in (("first", 2), ("second", 1)))
     schedule = Schedule(first)
@@ -81,10 +124,39 @@ def test_rate_starts_behind_the_skipped_batches() -> None:
         rate([timed], skip=3, skip_last=1)
 
 
-def test_exposed_sum_is_the_gap_inside_a_step() -> None:
-    spans = [(0.0, 2.0), (2.5, 3.0)]
-    timed = [Timed(batch(0).batch, [(a + shift, b + shift) for a, b in spans]) for shift in (0, 4)]
-    assert rate([timed]).exposed_s == pytest.approx(0.5)
+def drafter_steps(*backward: tuple[float, float], update: float) -> list[Timed]:
+    """Steps of 10 s: a backward pass, a gap, and half a second of update."""
+    return [
+        Timed(
+            Batch(step, PHASE, tokens=30, rows=5, measured=True, first=0, last=2),
+            [(10 * step + a, 10 * step + b), (10 * step + update, 10 * step + update + 0.5)],
+        )
+        for step, (a, b) in enumerate(backward)
+    ]
+
+
+def test_a_drafter_waits_for_the_others_inside_a_step() -> None:
+    # The first one's backward passes end 3 s before the second one's, whose sums take 0.2 s.
+    early = drafter_steps(*[(0.0, 5.0)] * 3, update=8.2)
+    late = drafter_steps(*[(1.0, 8.0)] * 3, update=8.2)
+    found = rate([early, late])
+    assert found.exposed_s == pytest.approx(0.2)
+    assert found.waits == pytest.approx(1 - (5 + 7 + 2 * 0.7) / 20)
+    assert rate([early]).exposed_s == 0  # alone it sums nothing
+
+
+def test_the_monitors_figures_of_a_phase() -> None:
+    drafters = [drafter_steps(*[(0.0, b)] * 4, update=8.2) for b in (5.0, 7.0)]
+    targets = [[batch(end, busy=4.0, tokens=20) for end in (9.0, 20.0, 28.0, 40.0)]] * 5
+    found = work_of(targets, drafters, skip=1, skip_last=1)  # from 8.7 to 28.7 s
+    assert found == Work(
+        time=pytest.approx(20.0),
+        steps=2,
+        tokens=120,
+        busy_s=pytest.approx(2 * (5.5 + 7.5)),
+        target_tokens=208,  # 5 x (0.3 s of a batch of 4 s, and two whole ones)
+        target_busy_s=pytest.approx(5 * 8.3),
+    )
 
 
 def test_balance_is_a_line_through_two_phases() -> None:
