@@ -7,9 +7,9 @@ python -m benchmarks.bench_pipeline --config configs/qwen3_5_27b_2gpu.yaml [--se
 Takes a recipe with its layout (`--topology.targets '[0]' --topology.drafters '[0]'` for one GPU),
 gives its target random weights and random text, and runs the product's own Pipeline through phases:
 the targets alone, one of them alone, the drafters alone with few and with many anchors, then
-everything: with so few anchors that targets are the slower side, with so many that drafters are, with
-the recipe's own number, or with what the monitor recommends after the phase before. Last come three
-profiled steps. A JSON report holds all figures.
+everything: with so few anchors that targets are the slower side, with so many that drafters are,
+with the recipe's own number, or with what the monitor recommends after the phase before. Last come
+three profiled steps. A JSON report holds all figures.
 """
 
 from __future__ import annotations
