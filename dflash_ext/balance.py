@@ -137,6 +137,11 @@ class Balance:
         """Shares of the time that (targets, drafters) wait if nothing else holds them up."""
         return (1 - self.whole / self.sides[0], 1 - self.whole / self.sides[1])
 
+    @property
+    def held_up(self) -> bool:
+        """Whether both sides wait for slots."""
+        return not self.shared and self.whole < (1 - HELD_UP) * min(self.sides)
+
     def slots_needed(self) -> int:
         """Slots of one drafter with which no side waits for one.
 
@@ -183,7 +188,7 @@ class Balance:
             return "the drafters are the slower side: states are stored"
         names = ("targets", "drafters")
         idle_targets, idle_drafters = waits or self.waits()
-        if self.whole < (1 - HELD_UP) * min(self.sides):
+        if self.held_up:
             return (
                 f"slots hold both sides up: the targets wait {idle_targets:.0%} of the time, the "
                 f"drafters {idle_drafters:.0%}; topology.slots_per_drafter {self.slots_needed()} "

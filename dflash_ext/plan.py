@@ -259,6 +259,17 @@ class Plan:
             return line
         return f"{line} of {limit / GIB:.1f}, free {(limit - total) / GIB:.1f}"
 
+    def slot_lines(self) -> list[str]:
+        """A warning if too few slots make both sides wait."""
+        balance = self.balance()
+        if not balance.held_up:
+            return []
+        return [
+            f"warning  topology.slots_per_drafter: found {balance.slots}, want "
+            f"{balance.slots_needed()}, or both sides wait for them: {balance.whole:,.0f} tokens/s "
+            f"instead of {min(balance.sides):,.0f} expected"
+        ]
+
     def _speed_lines(self) -> list[str]:
         balance = self.balance()
         targets, drafters = balance.sides

@@ -77,7 +77,7 @@ def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
     run_dir = _run_dir(cfg)
     if not (flags.resume or "cpu" in cfg.topology.drafters):
         plan = Plan(cfg, starting=True)
-        print("\n".join(plan.memory_lines()), flush=True)
+        print("\n".join([*plan.memory_lines(), *plan.slot_lines()]), flush=True)
         plan.check_memory()
     if _writes(machines, flags):
         check_replaceable(run_dir / "export")

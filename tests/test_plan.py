@@ -185,9 +185,15 @@ def test_a_run_that_fits_says_so_and_goes_on(
         raise Started
 
     monkeypatch.setattr(train, "Pipeline", start)
+    flags = ["--config", str(BIG), f"--log.dir={tmp_path}"]
     with pytest.raises(Started):
-        train.main(["--config", str(BIG), f"--log.dir={tmp_path}"])
-    assert len(re.findall(r"free [78]\d\.\d$", capsys.readouterr().out, flags=re.MULTILINE)) == 2
+        train.main(flags)
+    out = capsys.readouterr().out
+    assert len(re.findall(r"free [78]\d\.\d$", out, flags=re.MULTILINE)) == 2
+    assert "slots_per_drafter" not in out
+    with pytest.raises(Started):
+        train.main([*flags, "--topology.slots_per_drafter=2"])
+    assert "warning  topology.slots_per_drafter: found 2, want 4, " in capsys.readouterr().out
 
 
 def test_a_spread_target_takes_a_part_of_each_gpu(capsys: pytest.CaptureFixture[str]) -> None:
