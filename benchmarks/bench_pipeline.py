@@ -34,6 +34,7 @@ from benchmarks import trace
 from benchmarks.pipeline_figures import (
     Balance,
     Sample,
+    alone_rate,
     memory,
     metrics_cost,
     own_speed,
@@ -240,8 +241,8 @@ class Bench:
         settle = self.options.settle
         alone_rates = stage_rows(self.recorder, alone, skip=1, skip_last=settle)
         found = stage_rows(self.recorder, phase, skip=settle, skip_last=settle)
-        target_rate = self.report["target alone"]["target"]["tokens_per_s"]
-        drafter_rate = alone_rates["drafter"]["tokens_per_s"]
+        target_rate = alone_rate(self.report["target alone"]["target"], found["target"])
+        drafter_rate = alone_rate(alone_rates["drafter"], found["drafter"])
         whole = found["drafter"]["tokens_per_s"]
         slower = min(target_rate, drafter_rate)
         bound = 1 / (1 / target_rate + 1 / drafter_rate)
@@ -251,6 +252,7 @@ class Bench:
             {
                 **found,
                 "drafter_alone": alone_rates["drafter"],
+                "alone_tokens_per_s": {"target": target_rate, "drafter": drafter_rate},
                 "tokens_per_s": whole,
                 "slower_stage": "target" if target_rate < drafter_rate else "drafter",
                 "of_slower_stage": whole / slower,

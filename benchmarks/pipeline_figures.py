@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,15 @@ ANCHOR_STEP = 64  # to which a chosen number of anchors is rounded, where it is 
 class Rate:
     """One stage in one phase, all its workers together.
 
-    tokens_per_s: the sum over the workers. busy: mean share of the time in which a worker neither
-    waits for a batch nor, in the gradients' sum, for another worker that is later. step_s,
-    longest_s: seconds between the ends of a worker's batches, their mean and the most. exposed_s:
-    of a step, from the end of the last worker's backward pass to the update: the gradients' sum, as
-    far as nothing hides it.
+    tokens_per_s, rows_per_s: the sums over the workers. busy: mean share of the time in which a
+    worker neither waits for a batch nor, in the gradients' sum, for another worker that is later.
+    step_s, longest_s: seconds between the ends of a worker's batches, their mean and the most.
+    exposed_s: of a step, from the end of the last worker's backward pass to the update: the
+    gradients' sum, as far as nothing hides it.
     """
 
     tokens_per_s: float
+    rows_per_s: float
     busy: float
     step_s: float
     longest_s: float
@@ -49,7 +50,7 @@ def rate(workers: Iterable[Sequence[Timed]], *, skip: int = 1, skip_last: int = 
     """From the end of each worker's batch `skip` on. Raises RuntimeError for too few batches."""
     workers = list(workers)
     sums = exposed_sums(workers)
-    tokens, busy, steps, longest, exposed, count = [], [], [], [], [], 0
+    tokens, rows, busy, steps, longest, exposed, count = [], [], [], [], [], [], 0
     for timed in workers:
         kept = timed[max(skip, 1) - 1 : len(timed) - skip_last]
         if len(kept) < 2:
@@ -57,6 +58,7 @@ def rate(workers: Iterable[Sequence[Timed]], *, skip: int = 1, skip_last: int = 
             raise RuntimeError(f"found {len(timed)} batches of a phase, want at least {least}")
         span = kept[-1].end - kept[0].end
         tokens.append(sum(t.batch.tokens for t in kept[1:]) / span)
+        rows.append(sum(t.batch.rows for t in kept[1:]) / span)
         own_sums = [sums.get(t.batch.step, 0.0) for t in kept[1:]]
         busy.append((sum(t.busy for t in kept[1:]) + sum(own_sums)) / span)
         steps.append(span / (len(kept) - 1))
@@ -65,6 +67,7 @@ def rate(workers: Iterable[Sequence[Timed]], *, skip: int = 1, skip_last: int = 
         count += len(kept) - 1
     return Rate(
         sum(tokens),
+        sum(rows),
         statistics.fmean(busy),
         statistics.fmean(steps),
         max(longest),
@@ -211,6 +214,16 @@ def memory(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
+def alone_rate(alone: Mapping[str, Any], phase: Mapping[str, Any]) -> float:
+    """Tokens a second that a stage alone would make of a phase's batches.
+
+    An epoch's last batches are less full of tokens, but a drafter has as many rows to train, and a
+    target may have more padding: what a stage has to do are rows (`Batch.rows`).
+    """
+    speed: float = alone["rows_per_s"] * phase["tokens_per_s"] / phase["rows_per_s"]
+    return speed
+
+
 def stage_rows(
     recorder: Recorder, phase: Phase, *, skip: int, skip_last: int = 0
 ) -> dict[str, Any]:
@@ -224,6 +237,7 @@ def stage_rows(
             result = rate(timed, skip=skip, skip_last=skip_last)
             found[stage] = {
                 "tokens_per_s": result.tokens_per_s,
+                "rows_per_s": result.rows_per_s,
                 "per_worker": list(result.per_worker),
                 "waits": result.waits,
                 "step_s": result.step_s,

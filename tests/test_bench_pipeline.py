@@ -111,6 +111,13 @@ def test_phases_follow_each_other_and_the_last_goes_on() -> None:
     assert schedule.of(3) is second
 
 
+def test_a_stage_alone_is_measured_by_the_work_of_a_phase_not_by_its_tokens() -> None:
+    full = {"tokens_per_s": 100.0, "rows_per_s": 400.0}
+    # Half of the batches are half full, and take as long: 75 tokens in 300 rows at this speed.
+    phase = {"tokens_per_s": 67.5, "rows_per_s": 360.0}
+    assert pipeline_figures.alone_rate(full, phase) == pytest.approx(75.0)
+
+
 def test_rate_starts_behind_the_skipped_batches() -> None:
     timed = [batch(end) for end in (5.0, 7.0, 9.0, 10.0)]
     found = rate([timed, timed], skip=2)
