@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import sys
 import tempfile
@@ -42,6 +43,7 @@ FORWARD, BACKWARD, TARGET_LANE = "drafter forward", "drafter backward", "target 
 LANES = (TARGET_LANE, "pack", FORWARD, BACKWARD, "all-reduce", "optimizer", "metrics and copies")
 BACKWARD_OP = "autograd::engine::evaluate_function"  # of a CPU, in the thread that trains
 COLOURS = ("#4878a8", "#d98a2b", "#6aa56a", "#2f7d4f", "#a05195", "#c0504d", "#777777")
+END = "end of the profile"  # behind it the profiler itself waits for the devices
 JOINED = 1 / 4000  # of the picture: gaps below are not drawn
 
 
@@ -56,12 +58,14 @@ class Profile:
         """thread -> call -> how often, of the calls that wait for a device."""
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
         calls = {}
-        for event in self.events:
+        end = min((e["ts"] for e in self.events if e["name"] == END), default=math.inf)
+        events = [event for event in self.events if event["ts"] < end]
+        for event in events:
             if event.get("cat") in CALLS:
                 calls[event["args"].get("correlation")] = event
                 if WAITING.search(event["name"]):
                     found[self.thread(event)][event["name"]] += 1
-        for event in self.events:
+        for event in events:
             # Copies to and from memory that is not pinned wait, whatever call makes them.
             if event.get("cat") == "gpu_memcpy" and "Pageable" in event["name"]:
                 call = calls.get(event["args"].get("correlation"), event)
@@ -89,7 +93,7 @@ def profiling(path: Path | None) -> Iterator[Profile]:
     """Profiles all threads of this process; writes the cut-down trace to `path`, if given."""
     import torch
     from torch._C._profiler import _ExperimentalConfig
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -98,6 +102,8 @@ def profiling(path: Path | None) -> Iterator[Profile]:
     everyone = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=activities, experimental_config=everyone) as profiler:
         yield found
+        with record_function(END):
+            pass
     found.threads = thread_names()
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "trace.json"
@@ -124,7 +130,7 @@ def needed(events: Sequence[Event]) -> list[Event]:
     kept = []
     for event in events:
         category, name = event.get("cat"), event.get("name", "")
-        wanted = category in (*ON_DEVICE, *CALLS) or name in (TARGET, DRAFTER)
+        wanted = category in (*ON_DEVICE, *CALLS) or name in (TARGET, DRAFTER, END)
         if category == "cpu_op" and not on_gpu:
             wanted = kind_of(name) is not None or name.startswith(BACKWARD_OP)
         if wanted and event.get("ph") == "X":

@@ -95,7 +95,7 @@ class Plan:
                 "loss scratch": self._loss_scratch(),
             }
             parts |= {name: drafters * size for name, size in sizes.items()}
-            if len(topology.drafters) > 1:
+            if len(topology.drafters) > 1 and device != "cpu":
                 # What copied sums bring in of the other drafters' gradients, or NCCL's buffers.
                 parts["sums of gradients"] = min(COPIED_BYTES, self.parameters * 4)
         if device != "cpu":
