@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +174,16 @@ def test_largest_first_one_target_after_the_other_in_one_thread(
     assert [entry[0] for entry in log] == [one, one, two, two]
     assert lines[1].startswith("warm-up  cpu+cpu: 2 shapes of the target's input, the largest 4 x")
     assert warm_up(targets, [], [1], False) == []
+
+
+def test_memory_is_given_back_when_all_devices_of_a_target_are_done(monkeypatch) -> None:
+    """One device's cache is emptied with all others', where work may still be under way."""
+    log: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(str(device)))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty"))
+    devices = [torch.device(name) for name in ("cuda:1", "cuda:0", "cpu")]
+    target_setup._give_back(SimpleNamespace(devices=devices))  # type: ignore[arg-type]
+    assert log == ["cuda:1", "cuda:0", "empty"]
 
 
 def test_slots_and_drafters_come_behind_the_warm_up(
