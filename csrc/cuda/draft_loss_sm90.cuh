@@ -248,8 +248,8 @@ class ClusterBlock {
         const Differential<T, kTeacher, kSoftcap, true> d(g, logit, row.max, row.teacher_max);
         differentiate<T, kTeacher>(s, d, row.label, label_loss);
       }
-      sm90::fence_async_proxy();
     }
+    sm90::fence_async_proxy();  // also of what `scan` has stored, before the next row comes there
     __syncwarp();
     if (threadIdx.x % 32 == 0) sm90::arrive(address(shared_.finished[row.stage]));
   }
