@@ -14,7 +14,6 @@ three profiled steps. A JSON report holds all figures.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -47,7 +46,7 @@ from benchmarks.pipeline_figures import (
 from benchmarks.pipeline_phases import Phase, Recorder, Schedule
 from benchmarks.random_target import random_target, write_target, write_text
 from benchmarks.run import facts
-from dflash_ext.command import check_output_file
+from dflash_ext.command import CommandParser, at_least, check_output_file
 from dflash_ext.config import Config, UserError, parse_config, run_command
 from dflash_ext.logger import RunLogger
 from dflash_ext.pipeline import Pipeline
@@ -308,6 +307,7 @@ def configure(folder: Path, flags: Sequence[str], sizes: dict[str, Any] | None =
     plan = Plan(cfg)
     print("\n".join(plan.lines()), flush=True)
     plan.check_memory()
+    cfg.drafter.mask_token_id = plan.spec.mask_token_id  # the tokenizer has none to offer
     text = folder / "random.jsonl"
     write_text(
         text,
@@ -359,35 +359,32 @@ def measure(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description=__doc__.splitlines()[0], epilog="All other flags are those of dflash_ext.train."
     )
     default = Options()
     parser.add_argument("--seconds", type=float, default=default.seconds, help="of such a phase")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=default.phases)
-    parser.add_argument("--anchors", type=int, nargs=2, metavar=("FEW", "MANY"))
-    parser.add_argument("--probes", type=int, nargs=2, default=default.probes)
-    parser.add_argument("--settle", type=int, default=default.settle)
-    parser.add_argument("--alone", type=int, default=default.alone, help="batches of a stage alone")
+    parser.add_argument("--anchors", type=at_least(1), nargs=2, metavar=("FEW", "MANY"))
+    parser.add_argument("--probes", type=at_least(1), nargs=2, default=default.probes)
+    parser.add_argument("--settle", type=at_least(0), default=default.settle)
+    parser.add_argument(
+        "--alone", type=at_least(1), default=default.alone, help="batches of a stage"
+    )
     parser.add_argument("--trace", type=Path, metavar="OUT", help="profile of three steady steps")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report here")
     arguments, flags = parser.parse_known_args()
     for option, path in (("--json", arguments.json), ("--trace", arguments.trace)):
         if path is not None:
             check_output_file(option, path)
+    if arguments.json is not None and arguments.json == arguments.trace:
+        raise UserError(f"--trace: found {arguments.trace}, the file of --json, want another")
     if arguments.phases == [RECOMMENDED]:
         raise UserError(f"--phases: found {RECOMMENDED} alone, want another phase before it")
-    options = Options(
-        arguments.seconds,
-        tuple(arguments.probes),
-        arguments.anchors and tuple(arguments.anchors),
-        tuple(arguments.phases),
-        arguments.settle,
-        arguments.alone,
-        arguments.trace,
-        arguments.json,
-    )
-    run_bench(flags, options)
+    anchors = arguments.anchors and tuple(arguments.anchors)
+    lengths, files = (arguments.settle, arguments.alone), (arguments.trace, arguments.json)
+    phases, probes = tuple(arguments.phases), tuple(arguments.probes)
+    run_bench(flags, Options(arguments.seconds, probes, anchors, phases, *lengths, *files))
     return 0
 
 

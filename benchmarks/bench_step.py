@@ -8,7 +8,6 @@ time goes. Every side is compared with fp32 first (step_check); what fails is no
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import statistics
@@ -29,6 +28,7 @@ from benchmarks.step_floor import Floor, made_gemms, step_gemms
 from benchmarks.step_parts import PARTS, breakdown, profiled
 from benchmarks.step_problem import CE, KL, KL_CE, SHAPES, Problem, Terms, make_problem
 from dflash_ext import ops
+from dflash_ext.command import CommandParser, check_output_file, device_of, run_command
 from dflash_ext.drafter.fused import mark_gradients
 from dflash_ext.drafter.graph import EAGER_RUNS, GraphedCalls
 from dflash_ext.drafter.loss import TeacherChunks, teacher_chunks, train_batch
@@ -345,18 +345,20 @@ def _words(failure: Exception) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["sides", "parts"], help="against whom, or where it goes")
-    parser.add_argument("--device", default="cuda:0", type=torch.device)
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
     parser.add_argument("--sides", choices=SIDES, nargs="+", default=SIDES, help="only these")
     parser.add_argument("--peers", metavar="DIR", help="folder of unpacked wheels of the trainers")
     parser.add_argument("--seconds", type=float, help="that a comparison takes, at least")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the rows here")
     arguments = parser.parse_args()
+    if arguments.json:
+        check_output_file("--json", arguments.json)
     if arguments.peers:
         sys.path.insert(0, arguments.peers)
-    device: torch.device = arguments.device
+    device = device_of("--device", arguments.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if arguments.seconds is not None:
@@ -390,4 +392,4 @@ def part_line(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_ext.command import CommandParser, run_command
+from dflash_ext.config_values import UserError
 
 PHASES = ("target-bound", "drafter-bound", "configured", "recommended")
 Report = dict[str, Any]
@@ -120,12 +121,23 @@ def layout_notes(found: Report, name: str) -> list[str]:
     return lines
 
 
+def load(path: Path) -> Report:
+    """A report. Raises UserError for any other file, and for one of an older version."""
+    try:
+        report: Report = json.loads(path.read_text())
+        markdown([report])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: found {why}, want a report of this bench_pipeline") from error
+    return report
+
+
 def main() -> int:
     parser = CommandParser(
         prog="python -m benchmarks.pipeline_table", description=__doc__.splitlines()[0]
     )
     parser.add_argument("report", type=Path, nargs="+")
-    reports = [json.loads(path.read_text()) for path in parser.parse_args().report]
+    reports = [load(path) for path in parser.parse_args().report]
     print(markdown(reports), end="")
     return 0
 

@@ -21,7 +21,7 @@ import torch
 
 import dflash_ext
 from benchmarks import median_seconds
-from dflash_ext.command import CommandParser, check_device, check_output_file, run_command
+from dflash_ext.command import CommandParser, check_output_file, device_of, run_command
 
 
 def names() -> list[str]:
@@ -109,14 +109,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the results here")
     arguments = parser.parse_args(argv)
-    check_device("--device", arguments.device)
+    device = device_of("--device", arguments.device)
     if arguments.json:
         check_output_file("--json", arguments.json)
     if arguments.peers:
         sys.path.insert(0, arguments.peers)
-    device = torch.device(arguments.device)
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
 
     conditions = facts(device)

@@ -8,7 +8,6 @@ Forward, backward and optimizer step over one context; the numbers of anchors ta
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -22,6 +21,7 @@ from benchmarks import median_seconds
 from benchmarks.bench_step import Step
 from benchmarks.run import facts
 from benchmarks.step_problem import CE, SHAPES, StepShape, make_plan, make_problem
+from dflash_ext.command import CommandParser, at_least, check_output_file, device_of, run_command
 
 GIB = 2**30
 
@@ -81,17 +81,21 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda:0", type=torch.device)
+    parser = CommandParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--shape", choices=list(SHAPES), default="27b")
-    parser.add_argument("--documents", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=3072, help="of a document")
-    parser.add_argument("--anchors", type=int, nargs="+", default=[8192, 1024])
-    parser.add_argument("--group", type=int, default=512, help="anchors worked off at a time")
-    parser.add_argument("--repeats", type=int, default=5, help="of each number, at least")
+    parser.add_argument("--documents", type=at_least(1), default=16)
+    parser.add_argument("--tokens", type=at_least(2), default=3072, help="of a document")
+    parser.add_argument("--anchors", type=at_least(1), nargs="+", default=[8192, 1024])
+    parser.add_argument(
+        "--group", type=at_least(1), default=512, help="anchors worked off at a time"
+    )
+    parser.add_argument("--repeats", type=at_least(1), default=5, help="of each number, at least")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the rows here")
     arguments = parser.parse_args()
-    device: torch.device = arguments.device
+    if arguments.json:
+        check_output_file("--json", arguments.json)
+    device = device_of("--device", arguments.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     shape = dataclasses.replace(
@@ -112,4 +116,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

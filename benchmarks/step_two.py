@@ -15,7 +15,6 @@ and with bit-identical weights.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import hashlib
@@ -42,6 +41,8 @@ from benchmarks.run import facts
 from benchmarks.step_problem import CE, SHAPES, Problem
 from benchmarks.two_timeline import activities, timelines
 from benchmarks.two_variants import MeetOnly, Variant
+from dflash_ext.command import CommandParser, at_least, check_output_file, device_of, run_command
+from dflash_ext.config_values import UserError
 from dflash_ext.drafter.overlap import BackwardSync
 from dflash_ext.grad_sync import GradSync, make_store
 
@@ -350,19 +351,23 @@ def cold(shape: str, devices: list[torch.device], starts: int, jobs: int) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["rate", "cold", "once"])
-    parser.add_argument("--devices", nargs="+", type=torch.device, default=None)
+    parser.add_argument("--devices", nargs="+", default=["0", "1"])
     parser.add_argument("--shape", choices=list(SHAPES))
-    parser.add_argument("--steps", type=int, default=8, help="of a timed phase")
-    parser.add_argument("--rounds", type=int, default=3, help="of phases")
+    parser.add_argument("--steps", type=at_least(1), default=8, help="of a timed phase")
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="of phases")
     parser.add_argument("--variants", nargs="+", type=Variant.of, default=[Variant()])
     parser.add_argument("--profile", nargs="+", type=Variant.of, default=[], metavar="VARIANT")
-    parser.add_argument("--starts", type=int, default=20)
-    parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
+    parser.add_argument("--starts", type=at_least(1), default=20)
+    parser.add_argument("--jobs", type=at_least(1), default=4, help="processes at a time")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the result here")
     arguments = parser.parse_args()
-    devices = arguments.devices or [torch.device("cuda", i) for i in range(2)]
+    if len(arguments.devices) < 2:
+        raise UserError(f"--devices: found {arguments.devices[0]} alone, want two or more")
+    if arguments.json:
+        check_output_file("--json", arguments.json)
+    devices = [device_of("--devices", device) for device in arguments.devices]
     for device in devices:
         # The first memory of expandable segments is to come from one thread: the allocator finds
         # out then what kind of handle the machine permits. A run's targets see to that.
@@ -380,15 +385,8 @@ def main() -> int:
             arguments.json.write_text(json.dumps({"conditions": conditions, **result}, indent=2))
 
     if arguments.what == "rate":
-        result = rate(
-            arguments.shape or "27b",
-            devices,
-            arguments.steps,
-            arguments.rounds,
-            arguments.variants,
-            arguments.profile,
-            keep,
-        )
+        how = arguments.steps, arguments.rounds, arguments.variants, arguments.profile
+        result = rate(arguments.shape or "27b", devices, *how, keep)
     else:
         result = cold(arguments.shape or "small", devices, arguments.starts, arguments.jobs)
         keep(result)
@@ -397,4 +395,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

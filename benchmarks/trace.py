@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline_phases import DRAFTER, TARGET
-from dflash_ext.command import CommandParser, run_command
+from dflash_ext.command import CommandParser, check_output_file, run_command
+from dflash_ext.config_values import UserError
 
 Event = dict[str, Any]
 Spans = list[tuple[float, float]]
@@ -145,11 +146,20 @@ def needed(events: Sequence[Event]) -> list[Event]:
 
 
 def load(path: Path) -> Profile:
+    """What `Profile.save` wrote. Raises UserError for any other file."""
     read = gzip.open if path.suffix == ".gz" else open
-    with read(path, "rt") as file:
-        events = json.load(file)["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    return Profile(names, [e for e in events if e["ph"] == "X"])
+    try:
+        with read(path, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+        profile = Profile(names, [e for e in events if e["ph"] == "X"])
+        profile.waiting_calls(), lanes(profile)
+    except FileNotFoundError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: found no trace ({why}), want one of bench_pipeline") from error
+    return profile
 
 
 def kind_of(name: str) -> str | None:
@@ -256,8 +266,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="PNG")
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()
+    out: Path = arguments.out
+    check_output_file("--out", out)
+    if not out.suffix:
+        raise UserError(f"--out: found {out}, want a picture's name, like {out}.png")
+    if out.exists() and arguments.trace.exists() and out.samefile(arguments.trace):
+        raise UserError(f"--out: found {out}, the trace itself, want another file")
     profile = load(arguments.trace)
-    draw(profile, arguments.out, arguments.title)
+    try:
+        draw(profile, out, arguments.title)
+    except ValueError as error:
+        raise UserError(f"{arguments.trace} or --out {out}: {error}") from error
+    except ImportError:
+        raise UserError("found no matplotlib, want pip install 'dflash-ext[plot]'") from None
     print(json.dumps(profile.waiting_calls(), indent=2))
     return 0
 

@@ -204,20 +204,24 @@ class Balance:
 
     def advice(self) -> str:
         """What would balance the sides."""
-        ratio = self.drafter_speed / self.target_speed
-        split = (
-            f"targets to drafters as {ratio:.2g}:1"
-            if ratio >= 1
-            else (f"targets to drafters as 1:{1 / ratio:.2g}")
-        )
-        total = self.targets + self.drafters
-        if total > 2:
-            targets, drafters = self.balanced_split()
-            split += f" (of {total}: {targets} and {drafters})"
+        ratio, total = self.drafter_speed / self.target_speed, self.targets + self.drafters
+        wanted, more = [], []
         anchors = self.balanced_anchors()
         if anchors is None:
-            return f"{split} would balance it; no train.max_anchors would"
-        return f"train.max_anchors {anchors} or {split} would balance it"
+            more.append("no train.max_anchors would")
+        else:
+            wanted.append(f"train.max_anchors {anchors}")
+        split = f"{ratio:.2g}:1" if ratio >= 1 else f"1:{1 / ratio:.2g}"
+        targets, drafters = self.balanced_split()
+        if (targets, drafters) != (self.targets, self.drafters):
+            split += f" (of {total}: {targets} and {drafters})"
+        elif total > 2:
+            more.append(f"no other split of {total} is faster")
+        if total == 2 and split != "1:1" or (targets, drafters) != (self.targets, self.drafters):
+            wanted.append(f"targets to drafters as {split}")
+        if not wanted:
+            return "; ".join(["no train.max_anchors would balance it", *more[1:]])
+        return "; ".join([f"{' or '.join(wanted)} would balance it", *more])
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dflash_ext.config_values import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 # Of standard output, as files are written under their names (`files.naming`).
 _STREAM_ERRORS = (errno.ENOSPC, errno.EPIPE, errno.EBADF)
@@ -58,6 +61,17 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"command line: {message} (see --help)")
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an argument: an integer of at least that."""
+
+    def parse(word: str) -> int:
+        if not word.isdecimal() or int(word) < least:
+            raise argparse.ArgumentTypeError(f"found {word!r}, want an integer from {least} on")
+        return int(word)
+
+    return parse
+
+
 def check_output_file(option: str, path: Path, *, make_parents: bool = False) -> None:
     """Refuse, before the work, a file that could not be written after it.
 
@@ -86,3 +100,13 @@ def check_device(option: str, device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{option}: found {device!r} ({reason}), want a device here") from error
+
+
+def device_of(option: str, word: str) -> torch.device:
+    """The device that a word names, or a GPU's number. Raises UserError as `check_device` does."""
+    import torch
+
+    name = f"cuda:{word}" if word.isdecimal() else word
+    check_device(option, name)
+    device = torch.device(name)
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -154,7 +154,7 @@ class Plan:
         train, info = self.cfg.train, self.target.info
         anchors = anchor_budget(train, self.cfg.data)
         rows = min(train.anchor_group or anchors, anchors) * self.spec.block_size
-        device = torch.device(self.cfg.topology.drafters[0]).type
+        device = self.cfg.topology.drafters[0].partition(":")[0]
         chunk = train.loss_chunk_rows or default_chunk_rows(
             device, info.vocab_size, self.item, teacher=False
         )

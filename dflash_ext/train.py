@@ -196,8 +196,7 @@ def _advice(cfg: Config, pipeline: Pipeline, run_dir: Path) -> dict[str, str]:
     command = (
         f"python -m dflash_ext.evaluate --drafter {run_dir / 'export'} --target {cfg.model.target}"
     )
-    if cfg.data.eval:
-        command += f" --data {cfg.data.eval[0]}"
+    command += f" --data {cfg.data.eval[0] if cfg.data.eval else 'FILE'}"
     if cfg.data.enable_thinking is not None:
         command += f" --enable_thinking {str(cfg.data.enable_thinking).lower()}"
     advice = {"export": str(run_dir / "export"), "evaluate": command}
