@@ -180,10 +180,15 @@ class Plan:
             if limit is not None and total > limit:
                 largest = sorted(parts, key=lambda name: -parts[name])[:3]
                 numbers = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest)
+                ways = ["lower data.token_budget"]
+                if "masters" in parts:
+                    ways.append("train.anchor_group or slots_per_drafter")
+                if "target weights" in parts:
+                    ways.append("spread the target over more GPUs ('0+1' in topology.targets)")
                 raise UserError(
                     f"topology: {device}: found a need of {total / GIB:.1f} GiB (most of it: "
-                    f"{numbers}), want at most {limit / GIB:.1f} GiB: lower data.token_budget, "
-                    "train.anchor_group or slots_per_drafter, or raise topology.gpu_memory_gib"
+                    f"{numbers}), want at most {limit / GIB:.1f} GiB: {', '.join(ways)}, "
+                    "or raise topology.gpu_memory_gib"
                 )
 
     # -- speed ---------------------------------------------------------------------------------

@@ -102,9 +102,13 @@ def test_a_gpu_too_small_is_refused_with_numbers(capsys: pytest.CaptureFixture[s
     assert code == 2 and "free -1.8" in out
     assert re.fullmatch(
         r"error: topology: cuda:0: found a need of 58\.8 GiB \(most of it: target weights 50\.1, "
-        r".*\), want at most 57\.0 GiB: .*\n",
+        r".*\), want at most 57\.0 GiB: lower data\.token_budget, spread the target .*\n",
         err,
     )
+    assert "slots_per_drafter" not in err  # none is on that GPU
+    few = ("--topology.gpu_memory_gib=60", "--topology.slots_per_drafter=8")
+    err = planned(BIG, capsys, *few)[2]
+    assert "cuda:5: " in err and "train.anchor_group or slots_per_drafter, or raise" in err
 
 
 SIZES = ("intermediate_size", "num_attention_heads", "head_dim")
