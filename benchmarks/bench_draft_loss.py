@@ -95,10 +95,8 @@ class Inputs:
             self.options["teacher_hidden"] = torch.randn_like(hidden).flatten(0, 1)
             self.options["teacher_index"] = index = self.following_tokens()
             if shape.share:
-                tokens, chunk = (
-                    index.numel(),
-                    default_chunk_rows("cuda", shape.vocab, 2, teacher=True),
-                )
+                tokens = index.numel()
+                chunk = default_chunk_rows("cuda", shape.vocab, 2, teacher=True)
                 teachers = chunk_index(index, self.rows, self.n_rows, tokens, chunk)
                 self.options["most_teachers"] = most_teachers(teachers, tokens)
         self.acc = new_accumulator(device)

@@ -368,9 +368,7 @@ def main() -> int:
     parser.add_argument("--anchors", type=at_least(1), nargs=2, metavar=("FEW", "MANY"))
     parser.add_argument("--probes", type=at_least(1), nargs=2, default=default.probes)
     parser.add_argument("--settle", type=at_least(0), default=default.settle)
-    parser.add_argument(
-        "--alone", type=at_least(1), default=default.alone, help="batches of a stage"
-    )
+    parser.add_argument("--alone", type=at_least(1), default=default.alone, help="of a stage")
     parser.add_argument("--trace", type=Path, metavar="OUT", help="profile of three steady steps")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the report here")
     arguments, flags = parser.parse_known_args()
@@ -381,10 +379,17 @@ def main() -> int:
         raise UserError(f"--trace: found {arguments.trace}, the file of --json, want another")
     if arguments.phases == [RECOMMENDED]:
         raise UserError(f"--phases: found {RECOMMENDED} alone, want another phase before it")
-    anchors = arguments.anchors and tuple(arguments.anchors)
-    lengths, files = (arguments.settle, arguments.alone), (arguments.trace, arguments.json)
-    phases, probes = tuple(arguments.phases), tuple(arguments.probes)
-    run_bench(flags, Options(arguments.seconds, probes, anchors, phases, *lengths, *files))
+    options = Options(
+        arguments.seconds,
+        tuple(arguments.probes),
+        arguments.anchors and tuple(arguments.anchors),
+        tuple(arguments.phases),
+        arguments.settle,
+        arguments.alone,
+        arguments.trace,
+        arguments.json,
+    )
+    run_bench(flags, options)
     return 0
 
 

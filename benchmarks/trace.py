@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline_phases import DRAFTER, TARGET
-from dflash_ext.command import CommandParser, check_output_file, run_command
+from dflash_ext.command import CommandParser, run_command
 from dflash_ext.config_values import UserError
+from dflash_ext.plot import check_picture, pyplot, save_picture
 
 Event = dict[str, Any]
 Spans = list[tuple[float, float]]
@@ -146,20 +147,22 @@ def needed(events: Sequence[Event]) -> list[Event]:
 
 
 def load(path: Path) -> Profile:
-    """What `Profile.save` wrote. Raises UserError for any other file."""
+    """What `Profile.save` wrote. Raises UserError for a file that cannot be read as such."""
     read = gzip.open if path.suffix == ".gz" else open
     try:
         with read(path, "rt") as file:
             events = json.load(file)["traceEvents"]
-        names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-        profile = Profile(names, [e for e in events if e["ph"] == "X"])
-        profile.waiting_calls(), lanes(profile)
     except FileNotFoundError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: found no trace ({why}), want one of bench_pipeline") from error
-    return profile
+    except (ValueError, LookupError, TypeError, EOFError, OSError) as error:
+        raise refusal(path, error) from error
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    return Profile(names, [e for e in events if e["ph"] == "X"])
+
+
+def refusal(path: Path, error: Exception) -> UserError:
+    why = f"{type(error).__name__}: {error}"
+    return UserError(f"{path}: found no trace ({why}), want one of bench_pipeline")
 
 
 def kind_of(name: str) -> str | None:
@@ -234,15 +237,11 @@ def joined(spans: Spans, gap: float) -> Spans:
 
 def draw(profile: Profile, out: Path, title: str = "") -> None:
     """Writes the picture; raises ValueError for a trace without any work in it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     found = lanes(profile)
     if not found:
         raise ValueError("the trace holds no work of targets or drafters")
     span = max(end for spans in found.values() for _, end in spans)
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(11, 0.6 + 0.32 * len(found)), dpi=110)
     for row, ((_, lane), spans) in enumerate(found.items()):
         bars = [(start, end - start) for start, end in joined(spans, span * JOINED)]
@@ -256,8 +255,7 @@ def draw(profile: Profile, out: Path, title: str = "") -> None:
     axes.set_title(title, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(out)
-    plt.close(figure)
+    save_picture(figure, out)
 
 
 def main() -> int:
@@ -266,20 +264,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="PNG")
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()
-    out: Path = arguments.out
-    check_output_file("--out", out)
-    if not out.suffix:
-        raise UserError(f"--out: found {out}, want a picture's name, like {out}.png")
-    if out.exists() and arguments.trace.exists() and out.samefile(arguments.trace):
+    trace, out = arguments.trace, arguments.out
+    check_picture("--out", out)
+    if out.exists() and trace.exists() and out.samefile(trace):
         raise UserError(f"--out: found {out}, the trace itself, want another file")
-    profile = load(arguments.trace)
     try:
+        profile = load(trace)
         draw(profile, out, arguments.title)
+        calls = profile.waiting_calls()
+    except (LookupError, TypeError, AttributeError) as error:  # events of another shape
+        raise refusal(trace, error) from error
     except ValueError as error:
-        raise UserError(f"{arguments.trace} or --out {out}: {error}") from error
-    except ImportError:
-        raise UserError("found no matplotlib, want pip install 'dflash-ext[plot]'") from None
-    print(json.dumps(profile.waiting_calls(), indent=2))
+        raise UserError(f"{trace} or --out {out}: {error}") from error
+    print(json.dumps(calls, indent=2))
     return 0
 
 

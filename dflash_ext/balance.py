@@ -205,23 +205,20 @@ class Balance:
     def advice(self) -> str:
         """What would balance the sides."""
         ratio, total = self.drafter_speed / self.target_speed, self.targets + self.drafters
-        wanted, more = [], []
-        anchors = self.balanced_anchors()
-        if anchors is None:
-            more.append("no train.max_anchors would")
-        else:
-            wanted.append(f"train.max_anchors {anchors}")
         split = f"{ratio:.2g}:1" if ratio >= 1 else f"1:{1 / ratio:.2g}"
-        targets, drafters = self.balanced_split()
-        if (targets, drafters) != (self.targets, self.drafters):
-            split += f" (of {total}: {targets} and {drafters})"
-        elif total > 2:
-            more.append(f"no other split of {total} is faster")
-        if total == 2 and split != "1:1" or (targets, drafters) != (self.targets, self.drafters):
-            wanted.append(f"targets to drafters as {split}")
-        if not wanted:
-            return "; ".join(["no train.max_anchors would balance it", *more[1:]])
-        return "; ".join([f"{' or '.join(wanted)} would balance it", *more])
+        best, anchors = self.balanced_split(), self.balanced_anchors()
+        has_best = best == (self.targets, self.drafters)
+        ways = [] if anchors is None else [f"train.max_anchors {anchors}"]
+        if not has_best:
+            ways.append(f"targets to drafters as {split} (of {total}: {best[0]} and {best[1]})")
+        elif total == 2 and split != "1:1":
+            ways.append(f"targets to drafters as {split}")
+        parts = [f"{' or '.join(ways)} would balance it"] if ways else []
+        if anchors is None:
+            parts.append("no train.max_anchors would" + " balance it" * (not ways))
+        if has_best and total > 2:
+            parts.append(f"no other split of {total} is faster")
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,7 @@ class TopologyConfig:
         "devices of the drafter; gradients are summed over them",
         required="at least one device",
     )
-    slots_per_drafter: int = _doc(
-        2, "batches in work at one drafter, --plan says how many it needs", at_least=1, at_most=64
-    )
+    slots_per_drafter: int = _doc(2, "batches in work at one drafter", at_least=1, at_most=64)
     cpu_threads: int | None = _doc(
         None, "CPU threads of one worker; null = cores / workers", at_least=1, at_most=1024
     )

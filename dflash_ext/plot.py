@@ -48,13 +48,7 @@ def plot_runs(runs: dict[str, Rows], out: Path) -> None:
     Raises:
         UserError: matplotlib is missing, or does not know the type of ``out``.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("plot: found no matplotlib, want pip install 'dflash-ext[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
         figure.get_layout_engine().set(wspace=0.06)
@@ -63,13 +57,37 @@ def plot_runs(runs: dict[str, Rows], out: Path) -> None:
         if len(runs) > 1:
             left.legend()
         out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with naming(out):
-                figure.savefig(out, dpi=150)
-        except ValueError as error:
-            raise UserError(f"--out: found {out}, want a picture's name: {error}") from None
-        finally:
-            plt.close(figure)
+        save_picture(figure, out, dpi=150)
+
+
+def pyplot() -> Any:
+    """matplotlib's, for files alone. Raises UserError where it is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("plot: found no matplotlib, want pip install 'dflash-ext[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def check_picture(option: str, path: Path, *, make_parents: bool = False) -> None:
+    """`check_output_file` for a picture."""
+    check_output_file(option, path, make_parents=make_parents)
+    if not path.suffix:  # matplotlib would add one, and write another file than was said
+        raise UserError(f"{option}: found {path}, want a picture's name, like {path}.png")
+
+
+def save_picture(figure: Any, out: Path, **options: Any) -> None:
+    """Writes a figure of `pyplot` and closes it. Raises UserError for a type it does not know."""
+    try:
+        with naming(out):
+            figure.savefig(out, **options)
+    except ValueError as error:
+        raise UserError(f"--out: found {out}, want a picture's name: {error}") from None
+    finally:
+        pyplot().close(figure)
 
 
 def draw_loss(axes: Any, runs: dict[str, Rows]) -> None:
@@ -121,9 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="picture to write")
     args = parser.parse_args(argv)
-    check_output_file("--out", args.out, make_parents=True)
-    if not args.out.suffix:  # matplotlib would add one, and write another file than was said
-        raise UserError(f"--out: found {args.out}, want a picture's name, like {args.out}.png")
+    check_picture("--out", args.out, make_parents=True)
     unique = len({run.resolve().name for run in args.run}) == len(args.run)
     names = [run.resolve().name if unique else str(run) for run in args.run]
     plot_runs({name: _read(run) for name, run in zip(names, args.run, strict=True)}, args.out)
