@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 MIN_SECONDS = 0.5
 SUSTAINED_SECONDS = 3.0  # until clocks have come down to what the power limit allows
 MIN_REPEATS = 5
+TURN = 3  # calls of one side under load; the first of them is not counted
 FLUSH_BYTES = 2**30  # many times a GPU's L2 cache
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**31}
 
@@ -77,8 +79,10 @@ def median_seconds(
     """Median seconds of each of `calls`, which take turns after one warm-up each.
 
     sustained: on a GPU the calls follow one another without a pause, for which a rested GPU would
-    be faster, and the host is a round ahead, as it is in training. For calls of milliseconds that
-    move many times what the L2 cache holds.
+    be faster, and the host is a round ahead, as it is in training. A turn is TURN calls, the first
+    of which only brings the clocks to what the power of this side allows: right behind another
+    side's, the same product was found to take 5 % longer or shorter. For calls of milliseconds
+    that move many times what the L2 cache holds.
     """
     for call in calls:
         call()
@@ -101,11 +105,11 @@ def median_seconds(
 
 
 def _marked(calls: Sequence[Callable[[], object]]) -> list[torch.cuda.Event]:
-    """Enqueues the calls; events of the current stream before, between and behind them."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    """Enqueues a turn of each of the calls; events of the current stream around each one."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TURN * len(calls) + 1)]
     marks[0].record()
-    for call, mark in zip(calls, marks[1:], strict=True):
-        call()
+    for i, mark in enumerate(marks[1:]):
+        calls[i // TURN]()
         mark.record()
     return marks
 
@@ -114,8 +118,9 @@ def _add_times(times: Sequence[list[float]], marks: Sequence[torch.cuda.Event]) 
     """Waits for the last of the marks, if there are any."""
     if marks:
         marks[-1].synchronize()
-        for seconds, before, after in zip(times, marks, marks[1:], strict=False):
-            seconds.append(before.elapsed_time(after) / 1e3)
+        for i, (before, after) in enumerate(itertools.pairwise(marks)):
+            if i % TURN > 0:
+                times[i // TURN].append(before.elapsed_time(after) / 1e3)
 
 
 @functools.cache

@@ -13,12 +13,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <string_view>
 #include <tuple>
 #include <type_traits>
 
 #include "cuda/draft_loss_divergence.cuh"
+#include "cuda/draft_loss_registers.cuh"
 #include "cuda/draft_loss_sm90.cuh"
 #include "draft_loss.h"
 #include "switch.h"
@@ -96,24 +98,36 @@ double half_gradient_scale(const Options& options) {
   return std::exp2(std::floor(std::log2(4096 / std::max(largest, 1.0))));
 }
 
+// By a kernel whose blocks share a row in clusters; cudaErrorNotSupported if none of them can.
+template <typename T>
+cudaError_t launch_rows_in_clusters(const RowParams<float>& params, cudaStream_t stream) {
+  const RowCoefficients& o = params.coefficients;
+  // A negative scale turns the order around, which those kernels take for granted, as they do the
+  // sign of the weights, of which they take logarithms.
+  const bool usual = o.logit_scale > 0 && o.ce_weight >= 0 && o.kl_weight >= 0;
+  if (!usual) return cudaErrorNotSupported;
+  if (o.softcap > 0) {
+    return o.with_teacher ? launch_loss_cluster<T, true, true>(params, stream)
+                          : launch_loss_cluster<T, false, true>(params, stream);
+  }
+  // Padding of fp16 is the lowest number, which has to come to nothing in the register kernel.
+  if (o.logit_scale >= 1. / 256 && std::strstr(DFLASH_CUDA_ARCHS, "9.0a") != nullptr) {
+    const cudaError_t error = o.with_teacher ? launch_loss_registers<T, true>(params, stream)
+                                             : launch_loss_registers<T, false>(params, stream);
+    if (error != cudaErrorNotSupported) return error;
+  }
+  return o.with_teacher ? launch_loss_cluster<T, true, false>(params, stream)
+                        : launch_loss_cluster<T, false, false>(params, stream);
+}
+
 template <typename T, typename acc_t>
 void run_rows(Divergence kl, const RowParams<acc_t>& params, cudaStream_t stream) {
   if (kl != Divergence::kNone && kl != Divergence::kForward) {
     C10_CUDA_CHECK((launch_divergence_rows<T, acc_t>(kl, params, stream)));
     return;
   }
-  const RowCoefficients& o = params.coefficients;
   if constexpr (sizeof(T) == 2) {
-    auto launch =
-        o.with_teacher ? launch_loss_cluster<T, true, false> : launch_loss_cluster<T, false, false>;
-    if (o.softcap > 0) {
-      launch =
-          o.with_teacher ? launch_loss_cluster<T, true, true> : launch_loss_cluster<T, false, true>;
-    }
-    // A negative scale turns the order around, which that kernel takes for granted, as it does the
-    // sign of the weights, of which it takes logarithms.
-    const bool usual = o.logit_scale > 0 && o.ce_weight >= 0 && o.kl_weight >= 0;
-    const cudaError_t error = usual ? launch(params, stream) : cudaErrorNotSupported;
+    const cudaError_t error = launch_rows_in_clusters<T>(params, stream);
     if (error != cudaErrorNotSupported) {
       C10_CUDA_CHECK(error);
       return;

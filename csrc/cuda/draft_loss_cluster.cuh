@@ -13,7 +13,6 @@ namespace dflash::loss {
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int kVector = 8;  // logits of a 16-byte access
-constexpr int kScanWarps = 16, kScanThreads = 32 * kScanWarps;
 // Of a thread in a row, so that the counts of before stay exact in bf16.
 constexpr int kMaxThreadVectors = 64;
 
@@ -127,24 +126,25 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// `vectors` of a row from its vector `first` on: those of thread i are i, i + kScanThreads, ...
+// `vectors` of a row from its vector `first` on: those of thread i are i, i + kThreads, ...
+template <int kThreads>
 struct Slice {
   uint4* z;
   uint4* t;  // the teacher's
   int first, vectors;
 
   __device__ __forceinline__ bool is_mine(int v) const {
-    return v >= 0 && v < vectors && v % kScanThreads == threadIdx.x;
+    return v >= 0 && v < vectors && v % kThreads == threadIdx.x;
   }
 };
 
-template <typename T>
+template <typename T, int kThreads>
 __device__ __forceinline__ float slice_max(const uint4* z, int vectors) {
   using T2 = typename Pair<T>::Type;
   const uint32_t lowest = Pair<T>::kPadding * 0x10001u;
   T2 best = reinterpret_cast<const T2&>(lowest);
 #pragma unroll 4
-  for (int v = threadIdx.x; v < vectors; v += kScanThreads) {
+  for (int v = threadIdx.x; v < vectors; v += kThreads) {
     const uint4 q = z[v];
     const T2* x = reinterpret_cast<const T2*>(&q);
     best = __hmax2(best, __hmax2(__hmax2(x[0], x[1]), __hmax2(x[2], x[3])));
@@ -165,8 +165,8 @@ __device__ __forceinline__ int ties_before(const uint4& vector, int place) {
 // What the warp of this thread finds, relative to its own maxima. Without a soft cap, exponentials
 // take the place of the logits, so that none is computed twice: a relative error of half a unit of
 // 16 bits, where the rounding of a logit z costs p z times that.
-template <typename T, bool kTeacher, bool kSoftcap>
-__device__ __forceinline__ Parts<kTeacher> scan(const Slice& slice,
+template <typename T, bool kTeacher, bool kSoftcap, int kThreads>
+__device__ __forceinline__ Parts<kTeacher> scan(const Slice<kThreads>& slice,
                                                 const BinaryLogit<T, kSoftcap>& logit, int label,
                                                 uint32_t label_bits) {
   using T2 = typename Pair<T>::Type;
@@ -175,9 +175,9 @@ __device__ __forceinline__ Parts<kTeacher> scan(const Slice& slice,
     const T2 both = Pair<T>::pack(low * kScale, high * kScale);
     return reinterpret_cast<const uint32_t&>(both);
   };
-  Part part{logit(slice_max<T>(slice.z, slice.vectors), 0), 0, 0, 0};
+  Part part{logit(slice_max<T, kThreads>(slice.z, slice.vectors), 0), 0, 0, 0};
   TeacherPart teacher{};
-  if constexpr (kTeacher) teacher.max = logit(slice_max<T>(slice.t, slice.vectors), 0);
+  if constexpr (kTeacher) teacher.max = logit(slice_max<T, kThreads>(slice.t, slice.vectors), 0);
   // Before the label's vector an equal logit counts too: it is larger than the next one below.
   const uint32_t larger = label_bits * 0x10001u, as_large = next_below(label_bits) * 0x10001u;
   const int label_vector = label / kVector - slice.first;
@@ -186,7 +186,7 @@ __device__ __forceinline__ Parts<kTeacher> scan(const Slice& slice,
   uint32_t zero = 0;
   T2 count = reinterpret_cast<T2&>(zero);
 #pragma unroll(kSoftcap ? 1 : 2)  // else registers spill
-  for (int v = threadIdx.x; v < slice.vectors; v += kScanThreads) {
+  for (int v = threadIdx.x; v < slice.vectors; v += kThreads) {
     uint4 q = slice.z[v], r = kTeacher ? slice.t[v] : q;
     uint32_t* words = reinterpret_cast<uint32_t*>(&q);
     uint32_t* teacher_words = reinterpret_cast<uint32_t*>(&r);
@@ -332,9 +332,9 @@ class Differential {
   float shift_, factor_, teacher_factor_;
 };
 
-template <typename T, bool kTeacher, typename Differential>
-__device__ __forceinline__ void differentiate(const Slice& slice, const Differential& d, int label,
-                                              float label_loss) {
+template <typename T, bool kTeacher, int kThreads, typename Differential>
+__device__ __forceinline__ void differentiate(const Slice<kThreads>& slice, const Differential& d,
+                                              int label, float label_loss) {
   // At the label 1 is taken off p before both are rounded.
   const int label_vector = label / kVector - slice.first,
             at = label_vector * kVector + label % kVector;
@@ -347,7 +347,7 @@ __device__ __forceinline__ void differentiate(const Slice& slice, const Differen
     label_gradient = d(value(slice.z), kTeacher ? value(slice.t) : 0, label_loss);
   }
 #pragma unroll 2
-  for (int v = threadIdx.x; v < slice.vectors; v += kScanThreads) {
+  for (int v = threadIdx.x; v < slice.vectors; v += kThreads) {
     uint4 q = slice.z[v];
     const uint4 r = kTeacher ? slice.t[v] : q;
     uint32_t* words = reinterpret_cast<uint32_t*>(&q);

@@ -15,27 +15,34 @@
 
 namespace dflash::loss {
 
-constexpr int kClusterThreads = kScanThreads + 64;  // and the warps that merge and copy
-constexpr int kMaxCluster = 16;                     // beyond 8 only where the device allows it
-constexpr int kMaxStages = 3;
-static_assert(kMaxThreadVectors * kScanThreads * 16 > 227 << 10, "more than a block can hold");
+constexpr int kScanWarps = 16;
+constexpr int kClusterThreads = 32 * (kScanWarps + 2);  // and the warps that merge and copy
+constexpr int kMaxCluster = 16;                         // beyond 8 only where the device allows it
+constexpr int kStages = 3, kMaxStages = 5;
 
 // How a row lies in shared memory: slices of z and t per stage, then what is small.
 struct Plan {
   int cluster, stages;
   int vectors;  // of a slice
+  int room;     // vectors that a slice has in memory
 
-  __host__ __device__ int slice_bytes() const { return 16 * vectors; }
+  __host__ __device__ int slice_bytes() const { return 16 * room; }
 };
 
-template <typename T, bool kTeacher, bool kSoftcap>
+template <typename T, bool kTeacher, bool kSoftcap, int kWarps = kScanWarps>
 class ClusterBlock {
  public:
+  static constexpr int kThreads = 32 * kWarps;  // that scan
+  using Slice = loss::Slice<kThreads>;
+  static_assert(kMaxThreadVectors * kThreads * 16 > 227 << 10, "more than a block can hold");
+
   // Two sets of everything: who writes the next but one knows that all have read this one.
   struct Shared {
-    Parts<kTeacher> warp_parts[2][kScanWarps];
+    Parts<kTeacher> warp_parts[2][kWarps];
     Parts<kTeacher> block_parts[2][kMaxCluster];
     Gradient gradient[2];
+    uint4 label_vector[kMaxStages];  // this and the next for the other kernel
+    int label[kMaxStages];
     uint32_t label_bits[2];
     uint64_t filled[kMaxStages], finished[kMaxStages];
     uint64_t scanned[2], merged[2], received[2];
@@ -51,9 +58,9 @@ class ClusterBlock {
         shared_(*reinterpret_cast<Shared*>(memory)),
         slices_(memory + sizeof(Shared)),
         rank_(sm90::cluster_rank()),
-        live_(params.live()),
-        begin_(blockIdx.x / plan.cluster),
-        step_(gridDim.x / plan.cluster) {
+        live_(static_cast<int>(params.live())),
+        begin_(sm90::cluster_id()),
+        step_(sm90::cluster_count()) {
     const int total = (p_.vocab + kVector - 1) / kVector;
     first_ = min(rank_ * plan.vectors, total);
     vectors_ = min(plan.vectors, total - first_);
@@ -62,10 +69,10 @@ class ClusterBlock {
   __device__ __forceinline__ void init_barriers() {
     for (int i = 0; i < kMaxStages; ++i) {
       sm90::barrier_init(address(shared_.filled[i]), 1);
-      sm90::barrier_init(address(shared_.finished[i]), kScanWarps);
+      sm90::barrier_init(address(shared_.finished[i]), kWarps);
     }
     for (int i = 0; i < 2; ++i) {
-      sm90::barrier_init(address(shared_.scanned[i]), kScanWarps);
+      sm90::barrier_init(address(shared_.scanned[i]), kWarps);
       sm90::barrier_init(address(shared_.merged[i]), 1);
       sm90::barrier_init(address(shared_.received[i]), 1);
     }
@@ -74,11 +81,12 @@ class ClusterBlock {
 
   // One thread: rows in, gradients out.
   __device__ __forceinline__ void copy() {
-    int64_t to_fetch = begin_, teacher = teacher_of(begin_);
+    int to_fetch = begin_;
+    int64_t teacher = teacher_of(begin_);
     for (int stage = 0; stage < plan_.stages; ++stage) fetch(to_fetch, teacher, stage);
     int stage = 0;
     uint32_t parity = 0;
-    for (int64_t row = begin_; row < live_; row += step_) {
+    for (int row = begin_; row < live_; row += step_) {
       sm90::wait(address(shared_.finished[stage]), parity);
       if (p_.coefficients.need_grad && vectors_ > 0) {
         sm90::copy_out(row_start(row), sm90::shared_address(slice(stage).z), 16 * vectors_);
@@ -94,14 +102,14 @@ class ClusterBlock {
     const BinaryLogit<T, kSoftcap> logit(p_.coefficients);
     const int lane = threadIdx.x % 32;
     uint32_t turn = 0;
-    for (int64_t row = begin_; row < live_; row += step_, ++turn) {
+    for (int row = begin_; row < live_; row += step_, ++turn) {
       const uint32_t set = turn & 1, parity = turn >> 1 & 1;
       const uint32_t received = address(shared_.received[set]);
       if (lane == 0) {
         sm90::arrive_expect(received, plan_.cluster * static_cast<int>(sizeof(Parts<kTeacher>)));
       }
       sm90::wait(address(shared_.scanned[set]), parity);
-      const Parts<kTeacher> mine = merge<kTeacher>(shared_.warp_parts[set], kScanWarps);
+      const Parts<kTeacher> mine = merge<kTeacher>(shared_.warp_parts[set], kWarps);
       if (lane < plan_.cluster) {
         const uint32_t target = sm90::shared_address(&shared_.block_parts[set][rank_]);
         sm90::send(target, received, lane, reinterpret_cast<const float4&>(mine.own));
@@ -130,7 +138,7 @@ class ClusterBlock {
     int stage = 0;
     uint32_t parity = 0;
     for (uint32_t turn = 0;; ++turn) {
-      const int64_t row = begin_ + turn * step_;
+      const int row = begin_ + turn * step_;
       const Turn next = turn_of(row + step_);
       now.stage = stage;
       if (row < live_) {
@@ -145,7 +153,7 @@ class ClusterBlock {
     }
   }
 
- private:
+ protected:
   struct Turn {
     int label;
     uint32_t label_bits;
@@ -165,26 +173,26 @@ class ClusterBlock {
   }
 
   __device__ __forceinline__ Slice slice(int stage) const {
-    uint4* z = reinterpret_cast<uint4*>(slices_) + stage * plan_.vectors * (kTeacher ? 2 : 1);
-    return {z, z + plan_.vectors, first_, vectors_};
+    uint4* z = reinterpret_cast<uint4*>(slices_) + stage * plan_.room * (kTeacher ? 2 : 1);
+    return {z, z + plan_.room, first_, vectors_};
   }
 
   __device__ __forceinline__ T* row_start(int64_t row) const {
     return static_cast<T*>(p_.logits) + row * p_.stride + first_ * kVector;
   }
 
-  __device__ __forceinline__ int64_t teacher_of(int64_t row) const {
+  __device__ __forceinline__ int64_t teacher_of(int row) const {
     return kTeacher && row < live_ ? p_.teacher_of(row) : 0;
   }
 
   // Moves both on to the next row: where its teacher is will be known when it is to be fetched.
-  __device__ __forceinline__ void fetch(int64_t& row, int64_t& teacher, int stage) {
+  __device__ __forceinline__ void fetch(int& row, int64_t& teacher, int stage) {
     fetch_rows(row, teacher, stage);
     row += step_;
     teacher = teacher_of(row);
   }
 
-  __device__ __forceinline__ void fetch_rows(int64_t row, int64_t teacher, int stage) {
+  __device__ __forceinline__ void fetch_rows(int row, int64_t teacher, int stage) {
     if (row >= live_) return;
     const uint32_t filled = address(shared_.filled[stage]), bytes = 16 * vectors_;
     if (bytes == 0) {
@@ -200,10 +208,10 @@ class ClusterBlock {
   }
 
   // The label's logit, while it is one: gradients come when all warps of the cluster have scanned.
-  __device__ __forceinline__ Turn turn_of(int64_t row) const {
+  __device__ __forceinline__ Turn turn_of(int row) const {
     if (row >= live_) return {};
     const int label = p_.labels[row];
-    const uint16_t* logits = static_cast<const uint16_t*>(p_.logits) + row * p_.stride;
+    const uint16_t* logits = static_cast<const uint16_t*>(p_.logits) + int64_t{row} * p_.stride;
     return {label, logits[label]};
   }
 
@@ -226,7 +234,7 @@ class ClusterBlock {
   __device__ __forceinline__ void pad(const Slice& s) const {
     const int end = p_.vocab % kVector, last = s.vectors - 1;
     if (end == 0 || last < 0 || (s.first + s.vectors) * kVector < p_.vocab) return;
-    if (last % kScanThreads != threadIdx.x) return;
+    if (last % kThreads != threadIdx.x) return;
     for (int i = end; i < kVector; ++i) {
       reinterpret_cast<uint16_t*>(s.z + last)[i] = Pair<T>::kPadding;
       if constexpr (kTeacher) reinterpret_cast<uint16_t*>(s.t + last)[i] = Pair<T>::kPadding;
@@ -259,7 +267,7 @@ class ClusterBlock {
   Shared& shared_;
   uint8_t* slices_;
   int rank_, first_, vectors_;
-  int64_t live_, begin_, step_;  // rows of this cluster
+  int live_, begin_, step_;  // rows of this cluster
 };
 
 template <typename T, bool kTeacher, bool kSoftcap>
@@ -271,12 +279,12 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
   ClusterBlock<T, kTeacher, kSoftcap> block(params, plan, memory);
   if (threadIdx.x == 0) block.init_barriers();
   sm90::cluster_sync();
-  if (blockIdx.x / plan.cluster >= params.live()) return;
-  if (threadIdx.x < kScanThreads) {
+  if (sm90::cluster_id() >= params.live()) return;
+  if (threadIdx.x < block.kThreads) {
     block.compute();
-  } else if (threadIdx.x < kScanThreads + 32) {
+  } else if (threadIdx.x < block.kThreads + 32) {
     block.merge_parts();
-  } else if (threadIdx.x == kScanThreads + 32) {
+  } else if (threadIdx.x == block.kThreads + 32) {
     block.copy();
   }
 #endif
@@ -287,32 +295,33 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
 template <typename Block>
 Plan plan_cluster(int vocab, int64_t shared_limit) {
   const int vectors = (vocab + kVector - 1) / kVector;
-  for (int stages = kMaxStages; stages >= 2; --stages) {
+  for (int stages = kStages; stages >= 2; --stages) {
     for (int cluster = 2; cluster <= kMaxCluster; cluster *= 2) {
-      const Plan plan{cluster, stages, (vectors + cluster - 1) / cluster};
+      const int slice = (vectors + cluster - 1) / cluster;
+      const Plan plan{cluster, stages, slice, slice};
       if (Block::shared_bytes(plan) <= shared_limit) return plan;
     }
   }
   return {};
 }
 
+// The shared memory that a block may have on this device.
+inline cudaError_t find_shared_limit(int& bytes) {
+  int device;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+}
+
 // cudaErrorNotSupported if this device, this build or these rows do not allow it.
-template <typename T, bool kTeacher, bool kSoftcap>
-cudaError_t launch_loss_cluster(const RowParams<float>& params, cudaStream_t stream) {
-  using Block = ClusterBlock<T, kTeacher, kSoftcap>;
-  const auto kernel = loss_cluster_kernel<T, kTeacher, kSoftcap>;
+template <typename Kernel>
+cudaError_t launch_clusters(Kernel kernel, int threads, const Plan& plan, int shared_bytes,
+                            const RowParams<float>& params, cudaStream_t stream) {
   cudaFuncAttributes facts;
   cudaError_t error = cudaFuncGetAttributes(&facts, kernel);
   if (error != cudaSuccess) return error;
-  int device, shared_limit;
-  error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error != cudaSuccess) return error;
-  const Plan plan = plan_cluster<Block>(params.vocab, shared_limit);
   if (facts.ptxVersion < 90 || plan.cluster == 0) return cudaErrorNotSupported;
 
-  const int shared_bytes = Block::shared_bytes(plan);
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   cudaLaunchAttribute attribute;
@@ -321,7 +330,7 @@ cudaError_t launch_loss_cluster(const RowParams<float>& params, cudaStream_t str
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(plan.cluster);
-  config.blockDim = dim3(kClusterThreads);
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
@@ -332,6 +341,17 @@ cudaError_t launch_loss_cluster(const RowParams<float>& params, cudaStream_t str
   if (clusters == 0) return cudaErrorNotSupported;
   config.gridDim = dim3(plan.cluster * std::min<int64_t>(clusters, params.count));
   return cudaLaunchKernelEx(&config, kernel, params, plan);
+}
+
+template <typename T, bool kTeacher, bool kSoftcap>
+cudaError_t launch_loss_cluster(const RowParams<float>& params, cudaStream_t stream) {
+  using Block = ClusterBlock<T, kTeacher, kSoftcap>;
+  int shared_limit;
+  const cudaError_t error = find_shared_limit(shared_limit);
+  if (error != cudaSuccess) return error;
+  const Plan plan = plan_cluster<Block>(params.vocab, shared_limit);
+  return launch_clusters(loss_cluster_kernel<T, kTeacher, kSoftcap>, kClusterThreads, plan,
+                         Block::shared_bytes(plan), params, stream);
 }
 
 }  // namespace dflash::loss

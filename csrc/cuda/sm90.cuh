@@ -59,6 +59,19 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// Of a grid of clusters in one dimension: which one this is, and how many there are.
+__device__ __forceinline__ uint32_t cluster_id() {
+  uint32_t id;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+  return id;
+}
+
+__device__ __forceinline__ uint32_t cluster_count() {
+  uint32_t count;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+  return count;
+}
+
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.aligned;\n"

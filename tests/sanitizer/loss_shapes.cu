@@ -6,6 +6,7 @@
 
 #include "cuda/draft_loss.cuh"
 #include "cuda/draft_loss_divergence.cuh"
+#include "cuda/draft_loss_registers.cuh"
 #include "cuda/draft_loss_sm90.cuh"
 #include "device.h"
 
@@ -78,6 +79,17 @@ void rows_in_clusters() {
     rows<T, float>(3, vocab, true, 0, launch_loss_cluster<T, true, false>);
     rows<T, float>(3, vocab, true, 0, launch_loss_cluster<T, true, false>, true);
     rows<T, float>(3, vocab, true, 30, launch_loss_cluster<T, true, true>);
+  }
+}
+
+// The same on Hopper, once more by each number of vectors that a thread may hold.
+template <typename T>
+void rows_in_registers() {
+  using dflash::loss::launch_loss_registers;
+  for (const int vocab : {1, 7, 1000, 40000, 50001}) {
+    rows<T, float>(3, vocab, false, 0, launch_loss_registers<T, false>);
+    rows<T, float>(3, vocab, true, 0, launch_loss_registers<T, true>);
+    rows<T, float>(3, vocab, true, 0, launch_loss_registers<T, true>, true);
   }
 }
 
@@ -159,6 +171,10 @@ int main() {
   if (major >= 9) {
     rows_in_clusters<__half>();
     rows_in_clusters<__nv_bfloat16>();
+  }
+  if (major == 9) {
+    rows_in_registers<__half>();
+    rows_in_registers<__nv_bfloat16>();
   }
   around<__half, float>(24, false, false);
   around<__nv_bfloat16, float>(24, false, true);
