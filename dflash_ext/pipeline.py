@@ -45,7 +45,7 @@ from dflash_ext.supervisor import Supervisor, Worker
 from dflash_ext.target import Target, load_target, load_tokenizer
 from dflash_ext.target_choices import layers_and_mask, pick_mask_token_id
 from dflash_ext.target_loop import TargetForwardLoop
-from dflash_ext.target_setup import copies, fuse, warm_up, with_weights
+from dflash_ext.target_setup import copies, first_pass, fuse, warm_up, with_weights
 from dflash_ext.text_check import check_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -174,7 +174,9 @@ class Pipeline:
         cfg = self.cfg
         targets = copies(self.target, cfg.topology.targets)
         shapes = self.planner.input_shapes(train=self.cache is None)
-        self.warm_up_lines = warm_up(targets, shapes, self.layer_ids, cfg.train.kl_weight > 0)
+        passes = self.layer_ids, cfg.train.kl_weight > 0
+        self.warm_up_lines = warm_up(targets, shapes, *passes)
+        first = first_pass(shapes, self.target, *passes)
         self.tickets: queue.Queue[Ticket | None] = queue.Queue(2 * len(cfg.topology.targets) + 1)
         self.queues = [self._hs_queue(device) for device in cfg.topology.drafters]
         self._step_tokens: defaultdict[int, int] = defaultdict(int)
@@ -190,7 +192,7 @@ class Pipeline:
         queues = dict(zip(self.ranks, self.queues, strict=True))
         common = (self.layer_ids, self.tickets, queues, self.supervisor, self.cpu_threads)
         self.target_loops = [
-            TargetForwardLoop(targets[entry].replica(), *common, self.cache)
+            TargetForwardLoop(targets[entry].replica(), *common, self.cache, first)
             for entry in cfg.topology.targets
         ]
         heads = self._heads()

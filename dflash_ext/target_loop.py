@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class TargetForwardLoop:
         tickets: shared by all targets; None in it ends the loop (and is put back for the others).
         queues: of this process's drafters, by their rank.
         cache: where training batches come from instead of a forward pass, if not None.
+        first_pass: what this thread does with its target before the first batch, if anything.
 
     Attributes:
         tokens: of the training batches so far, whose device time ``busy_s`` is.
@@ -47,6 +48,7 @@ class TargetForwardLoop:
         supervisor: Supervisor,
         cpu_threads: int,
         cache: HiddenCache | None = None,
+        first_pass: Callable[[Target], None] | None = None,
     ) -> None:
         self.target = target
         self.cache = cache
@@ -55,6 +57,7 @@ class TargetForwardLoop:
         self.queues = queues
         self.supervisor = supervisor
         self.cpu_threads = cpu_threads
+        self.first_pass = first_pass
         self.clock = BusyClock(target.device)
         self.tokens = 0
         self.planning_s = 0.0
@@ -72,6 +75,9 @@ class TargetForwardLoop:
             self._run(worker)
 
     def _run(self, worker: Worker) -> None:
+        if self.first_pass is not None:
+            worker.at("a first pass, of the largest input")
+            self.first_pass(self.target)
         while True:
             worker.at("waiting for a batch")
             begin = time.perf_counter()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -109,11 +110,8 @@ def warm_up(
         if not needs_warm_up(target.device) or not chosen:
             continue
         start = time.perf_counter()
-        for rows, length in chosen:
-            ids = torch.arange(rows * length, device=target.device) % target.info.vocab_size
-            target.forward_capture(
-                ids.view(rows, length), layer_ids, lambda index, hidden: None, need_last
-            )
+        for shape in chosen:
+            _pass(shape, layer_ids, need_last, target)
         _give_back(target)
         rows, length = chosen[0]
         lines.append(
@@ -121,6 +119,26 @@ def warm_up(
             f"{rows} x {length}, {time.perf_counter() - start:.1f} s"
         )
     return lines
+
+
+def first_pass(
+    shapes: Iterable[Shape], target: Target, layer_ids: Sequence[int], need_last: bool
+) -> Callable[[Target], None] | None:
+    """For the thread of each target on GPUs, on its own streams: a pass of the largest shape.
+
+    What it takes is there for all batches, of which a later epoch may have the largest one, and if
+    it is too much, the run ends now. None on a CPU.
+    """
+    shape = max(shapes, key=_order, default=None)
+    if shape is None or not needs_warm_up(target.device):
+        return None
+    return functools.partial(_pass, shape, layer_ids, need_last)
+
+
+def _pass(shape: Shape, layer_ids: Sequence[int], need_last: bool, target: Target) -> None:
+    rows, length = shape
+    ids = torch.arange(rows * length, device=target.device) % target.info.vocab_size
+    target.forward_capture(ids.view(shape), layer_ids, lambda index, hidden: None, need_last)
 
 
 def _give_back(target: Target) -> None:

@@ -127,6 +127,34 @@ def test_shapes_are_those_of_the_batches(run: TinyRun, monkeypatch: pytest.Monke
     assert planned == [forwarded]  # the epoch's and the evaluation's
 
 
+def test_a_targets_thread_begins_with_the_largest_input(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its own streams, as on a GPU; the run itself stays as it is."""
+    plan: list[int] = []
+    forwarded: dict[str, list[tuple[int, int]]] = {}
+    input_shapes, forward = BatchPlanner.input_shapes, Target.forward_capture
+
+    def shapes(self, train):
+        found = input_shapes(self, train)
+        plan.extend(rows * length for rows, length in found)
+        return found
+
+    def record(self, input_ids, *others, **named):
+        rows = forwarded.setdefault(threading.current_thread().name, [])
+        rows.append(tuple(input_ids.shape))
+        return forward(self, input_ids, *others, **named)
+
+    assert run("plain", *SHORT, "--topology.targets=[cpu, cpu]") == 0
+    monkeypatch.setattr(BatchPlanner, "input_shapes", shapes)
+    monkeypatch.setattr(Target, "forward_capture", record)
+    monkeypatch.setattr(target_setup, "needs_warm_up", lambda device: True)
+    assert run("warm", *SHORT, "--topology.targets=[cpu, cpu]") == 0
+    firsts = [rows[0] for name, rows in forwarded.items() if name != "MainThread"]
+    assert [rows * length for rows, length in firsts] == [max(plan)] * 2
+    assert losses(run, "warm") == losses(run, "plain")
+
+
 def test_hybrid_targets_are_warmed_up_for_every_number_of_rows_and_range() -> None:
     shapes = [(12, 4096), (12, 4000), (13, 3781), (20, 2455), (24, 100), (7, 7)]
     # Of 48 heads a range has 1365 1/3 tokens; (12, 4096) and (20, 2455) share the 36th.

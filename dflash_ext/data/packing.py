@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -29,6 +30,7 @@ from dflash_ext.layout import BlockLayout
 Kind = Literal["train", "eval"]
 _ROW_MULTIPLE = 128
 _EVAL_ANCHOR_MULTIPLE = 8
+_MOST_EPOCHS = 8  # whose shapes are looked at before a run
 
 
 @dataclass(slots=True)
@@ -189,12 +191,18 @@ class BatchPlanner:
             yield self._eval_plan(i, docs)
 
     def input_shapes(self, train: bool = True) -> set[tuple[int, int]]:
-        """The shapes [B, S] of the target's inputs: of epoch 0 (with `train`) and of evaluation."""
+        """The shapes [B, S] of the target's inputs: of evaluation and, with `train`, of training.
+
+        Every epoch cuts its batches anew; those of 8 are looked at, if the run has as many.
+        """
         lengths = self._eval_data.lengths
         order = np.argsort(lengths, kind="stable")
         groups = [lengths[docs] for docs in fill_batches(order, lengths, self._token_budget)]
         if train:
-            groups += [self._data.lengths[docs] for docs in self._batches.epoch(0)]
+            first = self._batches.epoch(0)
+            epochs = -(-self.first_batch(self.total_steps()) // max(1, len(first)))
+            later = (self._batches.epoch(epoch) for epoch in range(1, min(epochs, _MOST_EPOCHS)))
+            groups += [self._data.lengths[docs] for docs in chain(first, *later)]
         return {(len(group), int(group.max())) for group in groups}
 
     def padding_share(self) -> float:
