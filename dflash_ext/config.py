@@ -1,8 +1,7 @@
 """Configuration: one dataclass for each section, the only place with defaults.
 
 A run is described by YAML (``configs/*.yaml``); every field is also a flag, ``--section.field
-value``. Unknown names and wrong values end in a ``UserError``: one line that says which field, what
-was found and what is wanted.
+value``. What is unknown or wrong ends in a ``UserError`` of one line: field, found, wanted.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_packing import epoch_plans, make_examples, make_planner
 from tiny_run import TinyRun
 
 from dflash_ext import target_setup
@@ -125,6 +126,19 @@ def test_shapes_are_those_of_the_batches(run: TinyRun, monkeypatch: pytest.Monke
     monkeypatch.setattr(Target, "forward_capture", record)
     assert run("a", "--train.epochs=1", "--train.steps=null") == 0
     assert planned == [forwarded]  # the epoch's and the evaluation's
+
+
+def test_input_shapes_are_those_of_every_epoch():
+    """Large data is cut anew in every epoch; the looks ahead are bounded."""
+    examples = make_examples(160)
+    planner = make_planner(examples, epochs=3)
+    epochs = [{tuple(p.input_ids.shape) for p in plans} for plans in epoch_plans(planner, 3)]
+    assert len(set.union(*epochs)) > len(epochs[0])
+    assert planner.input_shapes() == set.union(*epochs)
+    assert planner.input_shapes(train=False) == set()
+    assert make_planner(examples, steps=2).input_shapes() == epochs[0]
+    eight = make_planner(examples, epochs=8).input_shapes()
+    assert make_planner(examples, steps=10**9).input_shapes() == eight > set.union(*epochs)
 
 
 def test_a_targets_thread_begins_with_the_largest_input(

@@ -310,19 +310,6 @@ def test_with_dpace_the_denominator_counts_supervised_slots():
     assert all(plan.weight_sum.item() == count for plan in plans)
 
 
-def test_input_shapes_are_those_of_every_epoch():
-    """Large data is cut anew in every epoch; the looks ahead are bounded."""
-    examples = make_examples(160)
-    planner = make_planner(examples, epochs=3)
-    epochs = [{tuple(p.input_ids.shape) for p in plans} for plans in epoch_plans(planner, 3)]
-    assert len(set.union(*epochs)) > len(epochs[0])
-    assert planner.input_shapes() == set.union(*epochs)
-    assert planner.input_shapes(train=False) == set()
-    assert make_planner(examples, steps=2).input_shapes() == epochs[0]
-    eight = make_planner(examples, epochs=8).input_shapes()
-    assert make_planner(examples, steps=10**9).input_shapes() == eight > set.union(*epochs)
-
-
 def test_steps_beat_epochs():
     assert make_planner(steps=7, epochs=3).total_steps() == 7
 
