@@ -1,6 +1,6 @@
 """A profile of all threads of a running pipeline: calls that wait, and a picture of the overlap.
 
-python -m benchmarks.trace TRACE.json.gz [...] --out PICTURE.png
+python -m benchmarks.trace TRACE.json.gz --out PICTURE.png
 
 draws what was at work when, one lane for each kind of work on each device. A trace is a Chrome
 trace (for Perfetto, too), cut down to what the picture needs.

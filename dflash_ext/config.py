@@ -191,7 +191,7 @@ class TrainConfig:
     )
     grad_accum: int = _doc(1, "batches of one drafter in one optimizer step", at_least=1)
     max_grad_norm: float = _doc(1.0, "gradients are scaled down to this norm", above=0)
-    max_anchors: int = _doc(512, "blocks of one batch", at_least=1, at_most=2**31)
+    max_anchors: int = _doc(512, "blocks of a batch, at most its tokens", at_least=1, at_most=2**31)
     anchor_group: int | None = _doc(
         None, "blocks worked off at a time; null = max_anchors", at_least=1
     )

@@ -41,14 +41,15 @@ def test_every_flag_stands_in_the_table_of_commands_and_is_explained(
         assert words is not None and re.search(r"[a-z]{3}", re.sub(r"\{.*?\}", "", words[1])), flag
 
 
-def test_every_configuration_field_stands_in_the_readme_with_its_default() -> None:
+def test_every_configuration_field_stands_in_the_readme_with_default_and_help() -> None:
     config = Config()
     for section in dataclasses.fields(Config):
         values = getattr(config, section.name)
         for field in dataclasses.fields(values):
             value = getattr(values, field.name)
             shown = "–" if value is None else str(value)
-            row = f"| `{section.name}.{field.name}` | {shown} |"
+            text = field.metadata["doc"].replace("||", "//")  # a bar would end the cell
+            row = f"| `{section.name}.{field.name}` | {shown} | {text} |"
             assert row in README, row
 
 
