@@ -138,12 +138,15 @@ class PeerRun:
     def evaluate(self) -> float:
         """Acceptance length on the held-out text, by our walk with their weights in our model."""
         self.ours.load_state_dict(self.drafter.state_dict())
-        stops = self.ours.spec.eos_token_ids
         lengths = []
         for plan in self.pipeline.planner.iter_eval_plans():
             self._fill(plan)
             lengths += evaluate_plan(
-                self.ours, self.head, self.slot.hidden, plan, stop_token_ids=stops
+                self.ours,
+                self.head,
+                self.slot.hidden,
+                plan,
+                stop_token_ids=self.pipeline.stop_token_ids,
             )
         return accept_len(lengths)
 

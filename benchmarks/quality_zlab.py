@@ -26,7 +26,7 @@ from dflash_ext.data.conversations import load_examples, prompt_and_answer
 from dflash_ext.drafter import DFlashDraftModel, FrozenHead
 from dflash_ext.greedy_text import GreedyTextCache
 from dflash_ext.measure import Answer, NearTie, Text, measure_text
-from dflash_ext.target import load_target, load_tokenizer
+from dflash_ext.target import load_target, load_tokenizer, stop_token_ids
 from dflash_ext.target_source import cache_dir, quiet_transformers
 from dflash_ext.zlab import zlab_model_module
 
@@ -55,7 +55,7 @@ class Decoders:
         self.target = load_target(target, dtype=dtype, device=device)
         tokenizer = load_tokenizer(target)
         spec, info = self.ours.spec, self.target.info
-        self.stops = sorted({*info.eos_token_ids, tokenizer.eos_token_id} - {None})
+        self.stops = stop_token_ids(info, tokenizer)
         longest = info.max_position_embeddings or DataConfig().max_length
         whole = DataConfig(max_length=longest, token_budget=longest, drop_loops=False)
         self.examples, _ = load_examples(

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from dflash_ext.drafter.overlap import FC_BLOCKS
+from dflash_ext.dtypes import DTYPES
 from dflash_ext.grad_copies import Board
 from dflash_ext.grad_sync import GradSync, make_board
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SUMS = ("library", "copies", "none", "meet", "late")
 
 

@@ -31,7 +31,7 @@ from dflash_ext.drafter import DFlashDraftModel, FrozenHead
 from dflash_ext.files import replace_file
 from dflash_ext.greedy_text import GreedyTextCache
 from dflash_ext.measure import NEAR_TIE, Answer, Measurement, Text, measure_text
-from dflash_ext.target import Target, load_target, load_tokenizer
+from dflash_ext.target import Target, load_target, load_tokenizer, stop_token_ids
 from dflash_ext.target_source import cache_dir
 
 MAX_NEW_TOKENS = 160
@@ -61,7 +61,7 @@ def evaluate(
             f"want at most {context}, the target's context"
         )
     tokenizer = load_tokenizer(target_name, revision)
-    stops = sorted({*target.info.eos_token_ids, tokenizer.eos_token_id} - {None})
+    stops = stop_token_ids(target.info, tokenizer)
     examples, report = load_examples(
         [str(data)],
         tokenizer,

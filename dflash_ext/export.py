@@ -23,10 +23,10 @@ from dflash_ext.config import CommandParser, UserError, from_dict, run_command
 from dflash_ext.config_values import shown
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.drafter.spec import DrafterSpec
+from dflash_ext.dtypes import DTYPES
 from dflash_ext.files import naming, sync
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED_DTYPES = {"float32", "bfloat16", "float16"}
 CHECKED_TEXTS = 3
 Step = int | Literal["best"]

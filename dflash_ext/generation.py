@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from dflash_ext.data.assistant_mask import apply_template, template_options
 from dflash_ext.data.rows import checked_messages, checked_tools
-from dflash_ext.target import Target
+from dflash_ext.target import Target, stop_token_ids
 
 Messages = Sequence[Mapping[str, object]]
 
@@ -70,8 +70,7 @@ class TargetGenerator:
         self.enable_thinking = enable_thinking
         parameters = inspect.signature(type(target.model).forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        stops = [*target.info.eos_token_ids, tokenizer.eos_token_id]
-        self.stop_ids = torch.tensor([s for s in stops if s is not None], device=target.device)
+        self.stop_ids = torch.tensor(stop_token_ids(target.info, tokenizer), device=target.device)
 
     def answers(self, prompts: Iterable[Prompt]) -> Iterator[Answer]:
         rest = iter(prompts)

@@ -28,6 +28,7 @@ from dflash_ext.drafter.init import init_from_folder, start_spec
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.drafter.loss import Objective
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead, drafter_spec
+from dflash_ext.dtypes import DTYPES
 from dflash_ext.export import check_tensors
 from dflash_ext.fp8 import check_weights
 from dflash_ext.grad_sync import GradSync, make_board, make_store
@@ -42,13 +43,11 @@ from dflash_ext.optim import build_optimizer
 from dflash_ext.plan import check_drafter
 from dflash_ext.resume import Resume, load_resume
 from dflash_ext.supervisor import Supervisor, Worker
-from dflash_ext.target import Target, load_target, load_tokenizer
+from dflash_ext.target import Target, load_target, load_tokenizer, stop_token_ids
 from dflash_ext.target_choices import layers_and_mask, pick_mask_token_id
 from dflash_ext.target_loop import TargetForwardLoop
 from dflash_ext.target_setup import copies, first_pass, fuse, warm_up, with_weights
 from dflash_ext.text_check import check_text
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Pipeline:
@@ -111,6 +110,7 @@ class Pipeline:
         self.target: Target = self.load_target()
         fuse(self.target)
         info = self.target.info
+        self.stop_token_ids = stop_token_ids(info, self.tokenizer)
         self.layer_ids, self.mask_token_id = layers_and_mask(
             cfg, info, self.start, lambda: pick_mask_token_id(info, self.tokenizer)
         )
@@ -185,7 +185,7 @@ class Pipeline:
             every = cfg.train.eval_every
             self.eval_steps = {0, self.total_steps}
             self.eval_steps |= set(range(every, self.total_steps, every)) if every else set()
-        if "score" in self.resume.meta and self.resume.meta["score"] is not None:
+        if self.resume.meta.get("score") is not None:
             self.eval_steps.discard(self.resume.step)  # its result is in the checkpoint
         self.num_eval_plans = sum(1 for _ in self.planner.iter_eval_plans())
         self.prefetcher = BatchPrefetcher(self.planner)
@@ -271,6 +271,7 @@ class Pipeline:
             steps=range(self.resume.step, self.total_steps),
             eval_steps=self.eval_steps,
             num_eval_plans=self.num_eval_plans,
+            stop_token_ids=self.stop_token_ids,
             save=self._save if rank == 0 else None,
             best_score=max(self.checkpoints.scores().values(), default=-math.inf),
             cpu_threads=self.cpu_threads,
@@ -360,8 +361,9 @@ class Pipeline:
         tensors = {f"model.{k}": v for k, v in loop.model.state_dict().items()}
         tensors |= {f"optimizer.{k}": v for k, v in loop.optimizer.state_tensors().items()}
         score = loop.scores.get(step)
+        trained = sum(self._step_tokens[s] for s in range(self.resume.step, step))
         meta = {
-            "tokens": self.tokens_before + self._tokens_up_to(step),
+            "tokens": self.tokens_before + trained,
             "data_hash": self.data_hash,
             "text": self.text.facts(),
             "world": self.world,
@@ -373,10 +375,6 @@ class Pipeline:
         }
         last = step == self.total_steps or self.supervisor.signum is not None
         self.checkpoints.save(step, tensors, meta, score, last=last)
-
-    def _tokens_up_to(self, step: int) -> int:
-        """Tokens that all drafters have trained since this process began."""
-        return sum(self._step_tokens[s] for s in range(self.resume.step, step))
 
     def _ending_signal(self, step: int, signum: int | None) -> int | None:
         return self.machines.ending_signal(step, signum, self.supervisor.check)

@@ -21,6 +21,7 @@ from dflash_ext.data.anchors import anchor_budget
 from dflash_ext.drafter.init import start_differences, start_spec
 from dflash_ext.drafter.model import DFlashDraftModel, drafter_spec
 from dflash_ext.drafter.spec import DrafterSpec
+from dflash_ext.dtypes import DTYPES
 from dflash_ext.grad_sync import COPIED_BYTES
 from dflash_ext.ops.draft_loss import CHUNK_BYTES, default_chunk_rows
 from dflash_ext.placement import split_evenly
@@ -29,7 +30,6 @@ from dflash_ext.target_choices import FAMILY_MASK_TOKEN_ID, layers_and_mask
 from dflash_ext.target_shape import TargetShape, read_target_shape
 
 GIB = 2**30
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 CUDA_BYTES = 2 * GIB  # context, libraries' workspaces, and what the allocator cannot use
 LARGEST = 2**60  # bytes of anything: beyond it torch cannot count
 SMALL_HIDDEN = 2048  # below it kernels are shorter than their launches
@@ -61,7 +61,7 @@ class Plan:
         with torch.device("meta"):
             self.drafter = DFlashDraftModel(self.spec)
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
-        self.item = ITEM_BYTES[cfg.model.dtype]
+        self.item = DTYPES[cfg.model.dtype].itemsize
         self.rate = rate_of(cfg)
         targets = [d for entry in cfg.topology.targets for d in devices_of(entry)]
         self.target_devices = list(dict.fromkeys(targets))

@@ -42,16 +42,6 @@ from dflash_ext.fast_gdn import (
 from dflash_ext.placement import copy_to, device_map, follow_devices
 from dflash_ext.target_source import one_line, quiet_hub, quiet_transformers, resolve_target
 
-__all__ = [
-    "Target",
-    "TargetInfo",
-    "bind_gdn",
-    "load_target",
-    "load_tokenizer",
-    "resolve_target",
-    "target_info",
-]
-
 # Families whose embeddings are scaled by sqrt(hidden_size) without saying so in the config.
 SQRT_SCALED = ("gemma", "recurrent_gemma", "vaultgemma")
 
@@ -169,6 +159,11 @@ def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+def stop_token_ids(info: TargetInfo, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends an answer, ascending: the end tokens of the model's files and the tokenizer's."""
+    return sorted({*info.eos_token_ids, tokenizer.eos_token_id} - {None})
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:

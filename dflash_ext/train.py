@@ -162,7 +162,7 @@ def _summary(pipeline: Pipeline, monitor: Monitor, seconds: float) -> dict[str, 
     lookup = []
     for example in pipeline.eval_examples:
         prompt, answer = (part.tolist() for part in prompt_and_answer(example))
-        answer = answer[: text_end(answer, pipeline.model.spec.eos_token_ids) + 1]
+        answer = answer[: text_end(answer, pipeline.stop_token_ids) + 1]
         lookup.append(prompt_lookup_lengths(prompt + answer, len(prompt), pipeline.layout.size))
     return {
         "steps": pipeline.done_steps,

@@ -170,6 +170,7 @@ def build_loop(
         steps=range(steps),
         eval_steps=set(),
         num_eval_plans=0,
+        stop_token_ids=(),
         save=None,
         best_score=-math.inf,
         cpu_threads=torch.get_num_threads(),

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import tiny_drafter
 import torch
+from tiny_run import TinyRun
 
 from dflash_ext import evaluate, greedy_text
 from dflash_ext.data.conversations import Example
+from dflash_ext.drafter import loop
 from dflash_ext.greedy_text import GreedyTextCache, greedy_tokens, weights_fingerprint
-from dflash_ext.target import load_target
+from dflash_ext.target import load_target, load_tokenizer
 
 PROMPT = tiny_drafter.PROMPTS[0]
 LIMIT = 30
@@ -178,6 +180,33 @@ def test_conversations(
     assert [sum(lengths) for lengths in result["per_prompt"]] == [7, 7]
     result = evaluate.evaluate(export, str(bench.folder), tiny_jsonl(n=2), trust_text=True)
     assert result["not_argmax_share"] > 0.5  # the target is random, the answers are English
+
+
+def test_answers_end_as_in_a_run(
+    tiny_target_dir: Path,
+    tiny_jsonl: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the end tokens of the model's files and at the tokenizer's, which they lack."""
+    target = shutil.copytree(tiny_target_dir, tmp_path / "target")
+    for name in ("config.json", "generation_config.json"):
+        files = json.loads((target / name).read_text())
+        (target / name).write_text(json.dumps(files | {"eos_token_id": 256}))
+    ends = 256, load_tokenizer(str(target)).eos_token_id
+    answers = [[65, 66] * 3 + [end] + [65, 66] * 3 for end in ends]
+    tiny_jsonl([row([70, 71], answer) for answer in answers], name="heldout.jsonl")
+    data = [tmp_path / "heldout.jsonl"]
+    lengths = []
+    monkeypatch.setattr(loop, "accept_len", lambda found: lengths.append(found) or 0.0)
+    run = TinyRun(target, lambda n, name="train.jsonl": data[0], tmp_path)
+    assert run("a", "--train.steps=1") == 0
+
+    result = evaluate.evaluate(tmp_path / "a" / "export", str(target), data[0], trust_text=True)
+    assert result["per_prompt"] == lengths[-1]
+    assert [sum(steps) for steps in result["per_prompt"]] == [6, 6]
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["accept_len_prompt_lookup"] == result["prompt_lookup"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from dflash_ext.drafter import DFlashDraftModel, FrozenHead
 from dflash_ext.greedy_text import new_cache
 from dflash_ext.layout import BlockLayout
 from dflash_ext.measure import DDTREE_BUDGETS, Answer, Measurement, Text, measure_text
-from dflash_ext.target import Target, load_target, load_tokenizer
+from dflash_ext.target import Target, load_target, load_tokenizer, stop_token_ids
 
 Node = tuple[int, ...]  # the tokens from the anchor's child down to the node itself
 
@@ -176,7 +176,7 @@ def load_prompts(target_name: str, target: Target, data: Path) -> tuple[list[lis
         vocab_size=target.info.vocab_size,
     )
     prompts = [e.input_ids[: len(prompt_and_answer(e)[0])].tolist() for e in examples]
-    return prompts, {*target.info.eos_token_ids, tokenizer.eos_token_id} - {None}
+    return prompts, set(stop_token_ids(target.info, tokenizer))
 
 
 def load_decoder(drafter: Path, target_name: str) -> TreeDecoder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,7 @@ class DrafterTrainLoop:
         steps: range of optimizer steps to make; ``steps.stop`` is the run's total.
         eval_steps: steps before which the evaluation batches of drafter 0 come.
         num_eval_plans: how many evaluation batches there are each time.
+        stop_token_ids: what ends an answer in evaluation.
         save: writes a checkpoint after this many steps (drafter 0 only).
         best_score: the highest acceptance length of an earlier part of this run, else -inf.
         cpu_threads, eval_threads: of this thread's operators in training and in evaluation,
@@ -84,6 +85,7 @@ class DrafterTrainLoop:
         steps: range,
         eval_steps: set[int],
         num_eval_plans: int,
+        stop_token_ids: Collection[int],
         save: Callable[[int], None] | None,
         best_score: float,
         cpu_threads: int,
@@ -95,6 +97,7 @@ class DrafterTrainLoop:
         self.optimizer, self.hs_queue, self.grad_sync = optimizer, hs_queue, grad_sync
         self.stream, self.supervisor = stream, supervisor
         self.steps, self.eval_steps, self.num_eval_plans = steps, eval_steps, num_eval_plans
+        self.stop_token_ids = stop_token_ids
         self.save, self.cpu_threads, self.eval_threads = save, cpu_threads, eval_threads
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.done_steps = steps.start
@@ -281,7 +284,7 @@ class DrafterTrainLoop:
                 self.head,
                 slot.hidden,
                 slot.ticket.plan,
-                stop_token_ids=self.model.spec.eos_token_ids,
+                stop_token_ids=self.stop_token_ids,
             )
             slot.set_free()
             self.hs_queue.release(slot)
