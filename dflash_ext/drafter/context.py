@@ -21,7 +21,7 @@ from dflash_ext import ops
 from dflash_ext.drafter import fused
 from dflash_ext.drafter.fused import HeadNorms
 from dflash_ext.flat_params import merged_view
-from dflash_ext.ops.block_attention.naive import accumulate_dtype
+from dflash_ext.ops.dtypes import accumulate_dtype
 
 if TYPE_CHECKING:
     from dflash_ext.drafter.model import DFlashDraftModel

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from dflash_ext.ops.block_attention.naive import accumulate_dtype
+from dflash_ext.ops.dtypes import accumulate_dtype
 from dflash_ext.ops.gather_rows import gather_rows
 
 # Of the row that they share: its gradient is a sum over thousands of slots, and two rows of 16 bits

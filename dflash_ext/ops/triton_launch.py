@@ -63,11 +63,6 @@ def shared_bytes(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin - 4096
 
 
-def next_power_of_two(n: int) -> int:
-    """The least power of two >= n, at least 1."""
-    return 1 << max(0, n - 1).bit_length()
-
-
 def rows_of(x: Tensor) -> Tensor:
     """x [..., C] as [N, C] whose rows are contiguous; a copy only where strides ask for it."""
     flat = x.reshape(-1, x.shape[-1])

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_ext.ops.triton_launch import launch, next_power_of_two
+from dflash_ext.ops.triton_launch import launch
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def sum_rows(rows: Tensor, split: int | None = None) -> tuple[Tensor, Tensor]:
     second = rows.new_empty(0 if split is None else size)
     split = num_rows if split is None else split
     # Few rows of many columns, or the reverse: one or two loads in a row at 8192 sums a program.
-    tile = min(512, next_power_of_two(max(split, num_rows - split)))
+    tile = min(512, triton.next_power_of_2(max(1, split, num_rows - split)))
     launch(
         sum_rows_kernel,
         (triton.cdiv(size, 8192 // tile), 2 if second.numel() else 1),

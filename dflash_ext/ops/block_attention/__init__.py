@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.ops.block_attention.devices import register_devices
-from dflash_ext.ops.block_attention.naive import accumulate_dtype
+from dflash_ext.ops.dtypes import accumulate_dtype
 
 __all__ = ["block_attention"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_ext.ops.block_attention.naive import accumulate_dtype
 from dflash_ext.ops.block_attention.portable import portable_backward, portable_forward
+from dflash_ext.ops.dtypes import accumulate_dtype
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

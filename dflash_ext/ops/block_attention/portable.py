@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dflash_ext.ops.block_attention.naive import accumulate_dtype
+from dflash_ext.ops.dtypes import accumulate_dtype
 
 MOST_SCORES = 2**25  # of a run, unless one block alone has more
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_ext.ops.draft_loss.naive import accumulate_dtype
 from dflash_ext.ops.draft_loss.teacher import share_teachers
+from dflash_ext.ops.dtypes import accumulate_dtype
 from dflash_ext.ops.metric_add import metric_add
 
 __all__ = ["DIVERGENCES", "draft_loss", "draft_loss_stats"]

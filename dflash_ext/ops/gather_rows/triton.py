@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_ext.ops.triton_launch import launch, next_power_of_two, rows_of
+from dflash_ext.ops.triton_launch import launch, rows_of
 
 MOST_COLS = 8192  # of a row in registers at a time
 
@@ -28,7 +28,7 @@ def gather_rows_triton(x: Tensor, index: Tensor) -> Tensor:
     """As `gather_rows`; rows of x may have any stride."""
     flat, size = rows_of(x), x.shape[1]
     out = x.new_empty(index.shape[0], size)
-    cols = min(MOST_COLS, next_power_of_two(size))
+    cols = min(MOST_COLS, triton.next_power_of_2(size))
     launch(
         gather_rows_kernel,
         (index.shape[0],),

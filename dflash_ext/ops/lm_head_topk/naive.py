@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash_ext.ops.dtypes import accumulate_dtype
+
 
 def lm_head_topk_naive(
     hidden: Tensor,
@@ -20,7 +22,7 @@ def lm_head_topk_naive(
 
     bf16, fp16 and fp32 inputs are multiplied in fp32, fp64 in fp64; results have that dtype.
     """
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = accumulate_dtype(hidden.dtype)
     vocab = weight.shape[0]
     valid = vocab if valid_vocab is None else valid_vocab
     z = hidden.to(dtype) @ weight.to(dtype).T * logit_scale

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_ext.ops.dtypes import accumulate_dtype
 from dflash_ext.ops.qkv_norm_rope.naive import (
     qkv_norm_rope_backward_naive,
     qkv_norm_rope_naive,
 )
-from dflash_ext.ops.rms_norm.naive import accumulate_dtype
 
 __all__ = ["qkv_norm_rope", "qkv_norm_rope_backward"]
 

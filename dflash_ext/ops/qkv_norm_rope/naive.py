@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash_ext.ops.rms_norm.naive import accumulate_dtype, rms_norm_backward_naive, rms_norm_naive
+from dflash_ext.ops.dtypes import accumulate_dtype
+from dflash_ext.ops.rms_norm.naive import rms_norm_backward_naive, rms_norm_naive
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_ext.ops.triton_launch import launch, next_power_of_two, num_sms, rows_of
+from dflash_ext.ops.triton_launch import launch, num_sms, rows_of
 from dflash_ext.ops.triton_sums import sum_rows
 
 # Of the backward pass: its registers allow no more at a time.
@@ -197,8 +197,8 @@ def qkv_norm_rope_backward_kernel(
 
 def tile(dim: int, k_heads: int) -> dict[str, int]:
     """Shape of a program's tile: heads of one kind, as many rows as make 2048 pairs of numbers."""
-    half = next_power_of_two(dim // 2)
-    heads = min(8, next_power_of_two(k_heads))
+    half = triton.next_power_of_2(dim // 2)
+    heads = min(8, triton.next_power_of_2(k_heads))
     return {"ROWS": max(1, 2048 // (half * heads)), "HEADS": heads, "HALF": half}
 
 

@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_ext.ops.rms_norm.naive import (
-    accumulate_dtype,
-    rms_norm_backward_naive,
-    rms_norm_naive,
-)
+from dflash_ext.ops.dtypes import accumulate_dtype
+from dflash_ext.ops.rms_norm.naive import rms_norm_backward_naive, rms_norm_naive
 
 __all__ = ["add_rms_norm", "rms_norm", "rms_norm_backward"]
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 stays fp64; every other input is computed in fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from dflash_ext.ops.dtypes import accumulate_dtype
 
 
 def rms_norm_naive(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

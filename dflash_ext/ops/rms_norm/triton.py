@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_ext.ops.triton_launch import launch, next_power_of_two, num_sms, rows_of, shared_bytes
+from dflash_ext.ops.triton_launch import launch, num_sms, rows_of, shared_bytes
 from dflash_ext.ops.triton_sums import sum_rows
 
 
@@ -95,7 +95,7 @@ def rms_norm_backward_kernel(
 
 def tile(size: int) -> dict[str, int]:
     """Rows and columns of a program's tile, and its warps, for rows of `size`."""
-    cols = next_power_of_two(size)
+    cols = triton.next_power_of_2(size)
     rows = max(1, 2048 // cols)
     return {"ROWS": rows, "COLS": cols, "num_warps": min(16, max(4, rows * cols // 512))}
 

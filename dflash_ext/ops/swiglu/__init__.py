@@ -9,11 +9,10 @@ from torch import Tensor
 
 from dflash_ext.ops.swiglu.naive import swiglu_backward_naive, swiglu_naive
 
-__all__ = ["swiglu", "swiglu_backward", "swiglu_backward_"]
+__all__ = ["swiglu", "swiglu_backward"]
 
 torch.library.define("dflash_ext::swiglu", "(Tensor gate_up) -> Tensor")
 torch.library.define("dflash_ext::swiglu_backward", "(Tensor grad, Tensor gate_up) -> Tensor")
-torch.library.define("dflash_ext::swiglu_backward_", "(Tensor grad, Tensor(a!) gate_up) -> ()")
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -28,11 +27,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient [..., 2 I] of gate_up for code that runs its own backward pass; grad [..., I]."""
     return torch.ops.dflash_ext.swiglu_backward.default(grad, gate_up)
-
-
-def swiglu_backward_(grad: Tensor, gate_up: Tensor) -> None:
-    """Overwrites the contiguous gate_up [..., 2 I] by its gradient: no memory of its own."""
-    torch.ops.dflash_ext.swiglu_backward_.default(grad, gate_up)
 
 
 def _check(gate_up: Tensor) -> None:
@@ -82,34 +76,7 @@ def _(grad: Tensor, gate_up: Tensor) -> Tensor:
         return swiglu_backward_naive(grad, gate_up)
     from dflash_ext.ops.swiglu.triton import swiglu_backward_triton
 
-    out = gate_up.new_empty(gate_up.shape)
-    swiglu_backward_triton(grad, gate_up, out)
-    return out
-
-
-def _check_inplace(grad: Tensor, gate_up: Tensor) -> None:
-    _check_grad(grad, gate_up)
-    torch._check(
-        gate_up.is_contiguous(),
-        lambda: f"gate_up: found strides {list(gate_up.stride())}, want it contiguous",
-    )
-
-
-@torch.library.impl("dflash_ext::swiglu_backward_", "CPU")
-def _(grad: Tensor, gate_up: Tensor) -> None:
-    _check_inplace(grad, gate_up)
-    gate_up.copy_(swiglu_backward_naive(grad, gate_up))
-
-
-@torch.library.impl("dflash_ext::swiglu_backward_", "CUDA")
-def _(grad: Tensor, gate_up: Tensor) -> None:
-    _check_inplace(grad, gate_up)
-    if gate_up.dtype == torch.float64:
-        gate_up.copy_(swiglu_backward_naive(grad, gate_up))
-        return
-    from dflash_ext.ops.swiglu.triton import swiglu_backward_triton
-
-    swiglu_backward_triton(grad, gate_up, gate_up)
+    return swiglu_backward_triton(grad, gate_up)
 
 
 @torch.library.register_fake("dflash_ext::swiglu")
@@ -122,11 +89,6 @@ def _(gate_up: Tensor) -> Tensor:
 def _(grad: Tensor, gate_up: Tensor) -> Tensor:
     _check_grad(grad, gate_up)
     return gate_up.new_empty(gate_up.shape)
-
-
-@torch.library.register_fake("dflash_ext::swiglu_backward_")
-def _(grad: Tensor, gate_up: Tensor) -> None:
-    _check_grad(grad, gate_up)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

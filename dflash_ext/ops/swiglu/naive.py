@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_ext.ops.rms_norm.naive import accumulate_dtype
+from dflash_ext.ops.dtypes import accumulate_dtype
 
 
 def swiglu_naive(gate_up: Tensor) -> Tensor:

@@ -62,21 +62,22 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     return out
 
 
-def swiglu_backward_triton(grad: Tensor, gate_up: Tensor, out: Tensor) -> None:
-    """The gradient of gate_up into out, which may be gate_up itself; out's rows are contiguous."""
+def swiglu_backward_triton(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient [..., 2 I] of gate_up, for that of its activation [..., I]."""
     size = gate_up.shape[-1] // 2
-    grad, flat, d_flat = rows_of(grad), rows_of(gate_up), out.view(-1, 2 * size)
+    grad, flat, d_gate_up = rows_of(grad), rows_of(gate_up), gate_up.new_empty(gate_up.shape)
     launch(
         swiglu_backward_kernel,
         (flat.shape[0] * triton.cdiv(size, COLS),),
         gate_up.device,
         grad,
         flat,
-        d_flat,
+        d_gate_up,
         grad.stride(0),
         flat.stride(0),
-        d_flat.stride(0),
+        2 * size,
         SIZE=size,
         COLS=COLS,
         num_warps=NUM_WARPS,
     )
+    return d_gate_up
