@@ -207,14 +207,13 @@ def _timed(
     mine: Callable[[], object] | None,
     name: str,
     other: Callable[[], object],
-    flops: int = 0,
 ) -> Row:
     """Our step and another side in turns; the other alone if our step was refused."""
     shape = f"{problem.shape.name} {terms.name}"
     if mine is None:
-        return _row("step", shape, None, name, *_medians(problem, other), flops)
+        return _row("step", shape, None, name, *_medians(problem, other), 0)
     ours, theirs = _medians(problem, mine, other)
-    return _row("step", shape, ours, name, theirs, flops)
+    return _row("step", shape, ours, name, theirs, 0)
 
 
 def _measure_loss(problem: Problem) -> Iterator[Row]:

@@ -75,13 +75,12 @@ def write_text(
     mask_token_id: int,
     max_length: int,
     token_budget: int,
-    seed: int = 0,
 ) -> int:
     """JSONL of tokenised documents of random length, a prompt and an answer each; their tokens.
 
     Lengths are log-normal, cut to [max_length / 16, max_length]; a fifth is the prompt.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     total = 0
     with path.open("w") as file:
         while total < WINDOWS_BATCHES * token_budget:

@@ -36,7 +36,7 @@ def measure_anchors(
     plans = []
     for count in anchors:
         train = dataclasses.replace(problem.train, max_anchors=count)
-        plans.append(make_plan(shape, train, seed=0).to(device))
+        plans.append(make_plan(shape, train).to(device))
 
     done = 0
 

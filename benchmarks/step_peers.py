@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.step_problem import CE, GAMMA, KL, Problem, Terms
+from benchmarks.step_problem import GAMMA, KL, Problem, Terms
 
 # Only their servers need these.
 SERVER_MODULES = ("openai", "openai.types", "openai.types.chat", "openai.types.completion")
@@ -32,7 +32,6 @@ class Peer:
     """A trainer's step. ``params`` are its trained parameters under this package's names."""
 
     name: str
-    terms: Terms
     params: dict[str, nn.Parameter]
     forward: Callable[[], Tensor]
     loss_scale: float = 1.0  # its loss and gradients, times this, are ours
@@ -96,7 +95,6 @@ def specforge(problem: Problem, *, compiled: bool) -> Peer:
     call = torch.compile(model) if compiled else model
     return Peer(
         f"SpecForge {release}{' compiled' if compiled else ''}",
-        CE,
         params,
         lambda: call(ids, hidden, mask)[0],
     )
@@ -151,7 +149,6 @@ def speculators(problem: Problem, terms: Terms, *, losses: str) -> Peer:
     }
     return Peer(
         f"speculators {release}{' compiled' if on_gpu else ''}, {losses} loss",
-        terms,
         params,
         lambda: drafter(**inputs)[1],
         # It divides by the number of slots with a loss, not by the sum of their weights.

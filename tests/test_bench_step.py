@@ -101,7 +101,7 @@ def fake_peer(problem: Problem, terms: Terms, scale: float) -> step_peers.Peer:
         total = torch.stack(parts).sum()
         return (total - total.detach() + loss) / scale
 
-    return step_peers.Peer("Fake 1.0", terms, params, forward, loss_scale=scale)
+    return step_peers.Peer("Fake 1.0", params, forward, loss_scale=scale)
 
 
 @pytest.mark.parametrize("claimed", [1.0, 1.01])

@@ -22,6 +22,7 @@ from dflash_ext.drafter import loss as loss_module
 from dflash_ext.drafter.context import TrainContext
 from dflash_ext.drafter.loss import (
     Objective,
+    add_metrics,
     dead_row_share,
     equal_chunk_rows,
     forward_backward,
@@ -56,19 +57,20 @@ class Case:
         )
 
     def train_batch(self, group=None, acc=None, measured=True):
-        """(loss, gradients, accumulator) of one batch."""
+        """(loss, gradients) of one batch, which is counted in the accumulator."""
         self.model.zero_grad()
-        loss = train_batch(
+        stats = forward_backward(
             self.model,
             self.head,
             self.plan,
             self.hidden,
             objective=self.objective,
             last_hidden=self.last,
-            acc=acc,
-            measured=measured,
             group=group,
         )
+        if acc is not None:
+            add_metrics(acc, stats, measured)
+        loss = torch.stack([part.loss for part in stats]).sum()
         return loss, {n: p.grad.clone() for n, p in self.model.named_parameters()}
 
 

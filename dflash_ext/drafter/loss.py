@@ -277,13 +277,11 @@ def train_batch(
     *,
     objective: Objective,
     last_hidden: Tensor | None = None,
-    acc: Tensor | None = None,
-    measured: bool = True,
     group: int | None = None,
     teachers: TeacherChunks | None = None,
     overlap: BackwardSync | None = None,
 ) -> Tensor:
-    """`forward_backward` of one batch, counted in the metric accumulator; returns the loss []."""
+    """`forward_backward` of one batch; returns the loss []."""
     stats = forward_backward(
         model,
         head,
@@ -295,8 +293,6 @@ def train_batch(
         teachers=teachers,
         overlap=overlap,
     )
-    if acc is not None:
-        add_metrics(acc, stats, measured)
     return torch.stack([s.loss for s in stats]).sum()
 
 
