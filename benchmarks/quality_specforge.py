@@ -118,7 +118,7 @@ class PeerRun:
     def _fill(self, plan: BatchPlan) -> None:
         """The target's hidden states of a batch, packed into the slot."""
         with torch.no_grad():
-            self.pipeline.target_loops[0]._forward(self.slot, Ticket(plan, 0, 0, plan.kind, 0))
+            self.pipeline.target_loops[0]._forward(self.slot, Ticket(plan, 0, 0, 0))
 
     def _rows(self, plan: BatchPlan, ids: Tensor) -> Tensor:
         """Hidden states [B, S, L * H] of the packed ones; zeros where a row is padding."""

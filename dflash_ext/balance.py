@@ -14,7 +14,6 @@ from typing import Any
 from dflash_ext.config import Config
 from dflash_ext.config_values import devices_of
 from dflash_ext.data.anchors import anchor_budget
-from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.drafter.spec import SLIDING, DrafterSpec
 
 OPTIMIZER_BYTES = 30  # a parameter's traffic in an AdamW step: master, moments, gradient, weight
@@ -73,11 +72,11 @@ def drafter_flops(cfg: Config, spec: DrafterSpec) -> tuple[float, float]:
     return float(cfg.data.token_budget * context), float(anchor)
 
 
-def drafter_seconds(cfg: Config, spec: DrafterSpec, parameters: int) -> tuple[float, float]:
+def drafter_seconds(cfg: Config, spec: DrafterSpec) -> tuple[float, float]:
     """One batch on one device at the known rates: (without anchors, of each anchor)."""
     rate = rate_of(cfg)
     context, anchor = drafter_flops(cfg, spec)
-    update = parameters * OPTIMIZER_BYTES / rate.memory / cfg.train.grad_accum
+    update = spec.num_parameters * OPTIMIZER_BYTES / rate.memory / cfg.train.grad_accum
     return context / rate.drafter + update, anchor / rate.drafter
 
 
@@ -104,7 +103,7 @@ class Balance:
     batch_s: float
     anchor_s: float
     max_anchors: int
-    slots: int = 2
+    slots: int
 
     @property
     def drafter_speed(self) -> float:
@@ -255,7 +254,6 @@ class LoadMeter:
     Args:
         targets, drafters: workers of all processes.
         devices: of both sides together; workers on a CPU count as one each.
-        parameters: of the drafter.
     """
 
     cfg: Config
@@ -263,10 +261,9 @@ class LoadMeter:
     targets: int
     drafters: int
     devices: int
-    parameters: int
 
     @staticmethod
-    def of_run(cfg: Config, model: DFlashDraftModel, processes: int) -> LoadMeter:
+    def of_run(cfg: Config, spec: DrafterSpec, processes: int) -> LoadMeter:
         """Of a run of so many processes with the same devices."""
         targets, drafters = cfg.topology.targets, cfg.topology.drafters
         both = sum(device in drafters for entry in set(targets) for device in devices_of(entry))
@@ -274,11 +271,10 @@ class LoadMeter:
             both = 0  # workers on a CPU have their own threads
         return LoadMeter(
             cfg,
-            model.spec,
+            spec,
             targets=len(targets) * processes,
             drafters=len(drafters) * processes,
             devices=(len(targets) + len(drafters) - both) * processes,
-            parameters=sum(p.numel() for p in model.parameters()),
         )
 
     def row(self, work: Work) -> dict[str, float]:
@@ -310,7 +306,7 @@ class LoadMeter:
         batches = work.steps * self.cfg.train.grad_accum * self.drafters
         if min(work.busy_s, work.target_busy_s, work.target_tokens, work.tokens) <= 0:
             return None
-        batch_s, anchor_s = drafter_seconds(self.cfg, self.spec, self.parameters)
+        batch_s, anchor_s = drafter_seconds(self.cfg, self.spec)
         max_anchors = anchor_budget(self.cfg.train, self.cfg.data)
         scale = work.busy_s / batches / (batch_s + anchor_s * max_anchors)
         return Balance(

@@ -10,6 +10,7 @@ from dflash_ext.config import to_dict
 from dflash_ext.data.anchors import anchor_budget
 from dflash_ext.drafter.init import start_differences
 from dflash_ext.drafter.loss import dead_row_share, live_grain
+from dflash_ext.plan import state_bytes
 
 if TYPE_CHECKING:
     from dflash_ext.pipeline import Pipeline
@@ -26,8 +27,9 @@ def describe(run: Pipeline) -> list[str]:
     """What is about to run, for people: models, text, steps, memory."""
     info, spec, cfg = run.target.info, run.model.spec, run.cfg
     mib = 1 / 2**20
-    per_param = 16 if run.dtype == torch.float32 else 18  # bytes; fp32 is its own master
-    params = sum(p.numel() for p in run.model.parameters())
+    # fp32 weights are their own masters
+    per_param = state_bytes(cfg.train) + (0 if run.dtype == torch.float32 else 2)
+    drafters = spec.num_parameters * per_param * len(run.ranks)
     slots = sum(t.nbytes for q in run.queues for t in q.tensors())
     mask = run.tokenizer.convert_ids_to_tokens(spec.mask_token_id)
     target_bytes = sum(p.nbytes for p in run.target.model.parameters())
@@ -36,7 +38,7 @@ def describe(run: Pipeline) -> list[str]:
         f"vocabulary {info.vocab_size}, {cfg.model.dtype}; captures layers {run.layer_ids}",
         *(f"target   {line}" for line in run.target.kernel_lines),
         *run.warm_up_lines,
-        f"drafter  {spec.num_layers} layers, {params / 1e6:.1f} M parameters, "
+        f"drafter  {spec.num_layers} layers, {spec.num_parameters / 1e6:.1f} M parameters, "
         f"block {spec.block_size}, mask token {mask!r} ({spec.mask_token_id}), "
         f"started from {cfg.drafter.init_from}",
         *_start_lines(run),
@@ -53,7 +55,7 @@ def describe(run: Pipeline) -> list[str]:
         f"threads  targets {cfg.topology.targets}, drafters {cfg.topology.drafters}, "
         f"{run.cpu_threads} CPU thread(s) each",
         f"memory   target {target_bytes * mib:.0f} MiB, slots {slots * mib:.0f} MiB, drafter "
-        f"weights, gradients and optimizer {params * per_param * len(run.ranks) * mib:.0f} MiB",
+        f"weights, gradients and optimizer {drafters * mib:.0f} MiB",
     ]
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ROW_ALIGN = 128  # the rows that the loss sees are padded to a multiple of it
+
 
 @dataclass(frozen=True)
 class BlockLayout:

@@ -299,7 +299,7 @@ class Pipeline:
                 and (self.machines.rank != 0 or self.machines.all_ended or supervisor.stop.is_set())
             ),
             machines=self.machines,
-            load=LoadMeter.of_run(self.cfg, self.model, self.machines.count),
+            load=LoadMeter.of_run(self.cfg, self.model.spec, self.machines.count),
         )
         for device in self.gpus():  # the workers' streams do not wait for this one's
             torch.cuda.synchronize(device)
@@ -345,7 +345,7 @@ class Pipeline:
         gpus = self.gpus()
         for ticket in self.prefetcher.tickets(self.resume.step, self.eval_steps):
             worker.at(f"step {ticket.step}, batch {ticket.plan.batch_id}")
-            if ticket.kind == "train":
+            if ticket.plan.kind == "train":
                 self._step_tokens[ticket.step] += ticket.plan.n_tokens
             if ticket.drafter not in self.ranks:
                 continue

@@ -14,13 +14,12 @@ import os
 import torch
 
 from dflash_ext.balance import Balance, drafter_seconds, rate_of
-from dflash_ext.config import Config, TopologyConfig, UserError
+from dflash_ext.config import Config, TopologyConfig, TrainConfig, UserError
 from dflash_ext.config_check import check_same_kind
 from dflash_ext.config_values import devices_of
 from dflash_ext.data.anchors import anchor_budget
 from dflash_ext.drafter.init import start_differences, start_spec
-from dflash_ext.drafter.model import DFlashDraftModel, drafter_spec
-from dflash_ext.drafter.spec import DrafterSpec
+from dflash_ext.drafter.spec import DrafterSpec, drafter_spec
 from dflash_ext.dtypes import DTYPES
 from dflash_ext.grad_sync import COPIED_BYTES
 from dflash_ext.ops.draft_loss import CHUNK_BYTES, default_chunk_rows
@@ -58,9 +57,6 @@ class Plan:
         ids, mask = layers_and_mask(cfg, info, self.start, lambda: _family_mask(info))
         self.spec = drafter_spec(cfg, info, mask, ids, self.start)
         check_drafter(cfg, self.spec, starting)
-        with torch.device("meta"):
-            self.drafter = DFlashDraftModel(self.spec)
-        self.parameters = sum(p.numel() for p in self.drafter.parameters())
         self.item = DTYPES[cfg.model.dtype].itemsize
         self.rate = rate_of(cfg)
         targets = [d for entry in cfg.topology.targets for d in devices_of(entry)]
@@ -83,13 +79,13 @@ class Plan:
             tables = 1 if info.tied else 2
             parts["embedding and head"] = tables * info.vocab_size * info.hidden_size * self.item
         if drafters:
-            muon = self.cfg.train.optimizer == "muon"  # its norm weights have two, and are few
+            parameters = self.spec.num_parameters
             sizes = {
                 "slots": topology.slots_per_drafter * self._slot(),
-                "drafter weights": self.parameters * (self.item if self.item < 4 else 0),
-                "masters": self.parameters * 4,
-                "gradients": self.parameters * 4,
-                "moments": self.parameters * (4 if muon else 8),
+                "drafter weights": parameters * (self.item if self.item < 4 else 0),
+                "masters": parameters * 4,
+                "gradients": parameters * 4,
+                "moments": parameters * (state_bytes(self.cfg.train) - 8),
                 "context": self._context(),
                 "activations of a group": self._group_activations(),
                 "loss scratch": self._loss_scratch(),
@@ -97,7 +93,7 @@ class Plan:
             parts |= {name: drafters * size for name, size in sizes.items()}
             if len(topology.drafters) > 1 and device != "cpu":
                 # What copied sums bring in of the other drafters' gradients, or NCCL's buffers.
-                parts["sums of gradients"] = min(COPIED_BYTES, self.parameters * 4)
+                parts["sums of gradients"] = min(COPIED_BYTES, parameters * 4)
         if device != "cpu":
             parts["CUDA and libraries"] = CUDA_BYTES
         return parts
@@ -209,7 +205,7 @@ class Plan:
         """Both sides at the known rates."""
         flops = self.target_flops()
         on_targets, on_drafters = set(self.target_devices), set(self.cfg.topology.drafters)
-        batch_s, anchor_s = drafter_seconds(self.cfg, self.spec, self.parameters)
+        batch_s, anchor_s = drafter_seconds(self.cfg, self.spec)
         return Balance(
             targets=len(on_targets),
             drafters=len(on_drafters),
@@ -238,7 +234,7 @@ class Plan:
             f"vocabulary {info.vocab_size}, {self.target.parameters / 1e9:.2f} B parameters, "
             f"{cfg.model.dtype} ({self.target.source}); captures layers "
             f"{list(spec.target_layer_ids)}",
-            f"drafter  {spec.num_layers} layers, {self.parameters / 1e6:.1f} M parameters, "
+            f"drafter  {spec.num_layers} layers, {spec.num_parameters / 1e6:.1f} M parameters, "
             f"block {spec.block_size}, started from {cfg.drafter.init_from}",
             *start,
             f"plan     {steps} of {cfg.train.grad_accum * len(cfg.topology.drafters)} batches, "
@@ -290,15 +286,21 @@ class Plan:
         return [speed, f"balance  {balance.line()}"]
 
 
+def state_bytes(train: TrainConfig) -> int:
+    """Master, gradient and moments of a parameter in fp32. Muon has one moment; the norm weights,
+    which are few, have two there too."""
+    return 12 if train.optimizer == "muon" else 16
+
+
 def check_drafter(cfg: Config, spec: DrafterSpec, starting: bool = False) -> None:
-    """Refuse a drafter whose masters, gradients and moments alone, 16 bytes a parameter (Muon: 12),
-    are more than a device of its drafters holds: on a CPU, than this machine's memory.
+    """Refuse a drafter whose masters, gradients and moments alone are more than a device of its
+    drafters holds: on a CPU, than this machine's memory.
 
     Raises:
         UserError: naming the sizes, the need and the memory.
     """
     drafters = cfg.topology.drafters
-    each = spec.num_parameters * (12 if cfg.train.optimizer == "muon" else 16)
+    each = spec.num_parameters * state_bytes(cfg.train)
     for device in dict.fromkeys(drafters):
         need, limit = each * drafters.count(device), LARGEST
         if device == "cpu":

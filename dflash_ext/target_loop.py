@@ -92,7 +92,7 @@ class TargetForwardLoop:
             worker.at(f"step {ticket.step}, batch {ticket.plan.batch_id}")
             self._limit_in_flight()
             slot.wait_free()
-            if ticket.kind == "train":
+            if ticket.plan.kind == "train":
                 with self.clock.measure():
                     self._fill(slot, ticket)
                 self.tokens += ticket.plan.n_tokens
@@ -113,7 +113,7 @@ class TargetForwardLoop:
 
     def _fill(self, slot: Slot, ticket: Ticket) -> None:
         self._end = self.target.device
-        if self.cache is not None and ticket.kind == "train":
+        if self.cache is not None and ticket.plan.kind == "train":
             self.cache.fill(slot, ticket.plan, self._end)
         else:
             self._forward(slot, ticket)

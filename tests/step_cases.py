@@ -115,7 +115,7 @@ class Source:
         if device.type == "cuda":  # as the prefetcher does
             plans = [plan.pin_memory() for plan in plans]
         accum = cfg.train.grad_accum
-        self.tickets = [Ticket(p, 0, i, "train", i // accum) for i, p in enumerate(plans)]
+        self.tickets = [Ticket(p, 0, i, i // accum) for i, p in enumerate(plans)]
         self.count = 0
 
     def get(self) -> Slot:

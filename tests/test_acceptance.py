@@ -105,7 +105,7 @@ def test_a_packed_plan_equals_documents_one_by_one(bench: tiny_drafter.Bench) ->
         world=1,
         eval_examples=examples,
     )
-    plans = planner.eval_plans()
+    plans = list(planner.iter_eval_plans())
     assert any(len(plan.doc_ranges) > 1 for plan in plans)
     seen = []
     for plan in plans:

@@ -29,6 +29,7 @@ SIDES = Balance(
     batch_s=1.0,
     anchor_s=1e-3,
     max_anchors=1024,
+    slots=2,
 )
 
 
@@ -104,7 +105,7 @@ def meter(targets: int = 1, drafters: int = 1, **train: int) -> LoadMeter:
     for name, value in train.items():
         setattr(cfg.train, name, value)
     spec = Plan(load_config(PROJECT_ROOT / "configs" / "smollm2_cpu.yaml")).spec
-    return LoadMeter(cfg, spec, targets, drafters, targets + drafters, parameters=1000)
+    return LoadMeter(cfg, spec, targets, drafters, targets + drafters)
 
 
 # 100 s, 20 of them paused: 10 steps of a batch of 250 tokens.
@@ -147,7 +148,7 @@ def test_measured_sides_use_the_formula_of_the_plan() -> None:
     assert balance is not None
     assert balance.batch_tokens == 2500 / 40
     assert balance.batch_s + 32 * balance.anchor_s == pytest.approx(20 / 40)
-    batch_s, anchor_s = drafter_seconds(load.cfg, load.spec, 1000)
+    batch_s, anchor_s = drafter_seconds(load.cfg, load.spec)
     assert balance.batch_s / balance.anchor_s == pytest.approx(batch_s / anchor_s)
     assert balance.sides == pytest.approx((2700 / 76, 2 * 125.0))
     summary = load.summary(WORK)
@@ -265,6 +266,6 @@ def test_five_targets_and_three_drafters_are_told_what_holds_them_up(
 def test_devices_with_both_roles(targets: list[str], drafters: list[str], shared: bool) -> None:
     cfg = load_config(PROJECT_ROOT / "configs" / "smollm2_cpu.yaml")
     cfg.topology.targets, cfg.topology.drafters = targets, drafters
-    load = LoadMeter.of_run(cfg, build_model(), processes=3)
+    load = LoadMeter.of_run(cfg, build_model().spec, processes=3)
     assert (load.targets, load.drafters) == (3 * len(targets), 3 * len(drafters))
     assert (load.devices < load.targets + load.drafters) == shared

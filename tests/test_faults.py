@@ -151,7 +151,7 @@ def poison(patch: pytest.MonkeyPatch, what: str, batches: set[int]) -> None:
 
     def filled(self: Any, slot: Any, ticket: Any) -> None:
         fill(self, slot, ticket)
-        if ticket.kind == "train" and ticket.plan.batch_id in batches:
+        if ticket.plan.kind == "train" and ticket.plan.batch_id in batches:
             slot.hidden[0, 0] = torch.nan
 
     def with_loss(self: Any, model: Any, head: Any, kv: Any, plan: Any, *rest: Any) -> Any:

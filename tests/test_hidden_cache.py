@@ -121,7 +121,7 @@ def test_slots_hold_what_the_target_would_write(
     loop = TargetForwardLoop(target, WANTED, None, {}, None, 1, cache)  # type: ignore[arg-type]
     seen = set()
     for batch_id in range(4):
-        ticket = Ticket(planner.batch(batch_id), 0, batch_id, "train", batch_id)
+        ticket = Ticket(planner.batch(batch_id), 0, batch_id, batch_id)
         cached, own = slot_of(split), slot_of(split)
         own.hidden.zero_()
         own.last_hidden.zero_()  # type: ignore[union-attr]

@@ -62,7 +62,7 @@ def eval_plan(bench: tiny_drafter.Bench) -> BatchPlan:
         world=1,
         eval_examples=[example],
     )
-    (plan,) = planner.eval_plans()
+    (plan,) = planner.iter_eval_plans()
     return plan
 
 

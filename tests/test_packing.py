@@ -85,7 +85,7 @@ def epoch_plans(planner: BatchPlanner, epochs: int) -> list[list[BatchPlan]]:
 def test_a_plan_agrees_with_a_loop_over_tokens(layout, kind):
     examples = make_examples(23)
     planner = make_planner(examples, layout=layout, eval_examples=examples)
-    plans = epoch_plans(planner, 1)[0] if kind == "train" else planner.eval_plans()
+    plans = epoch_plans(planner, 1)[0] if kind == "train" else list(planner.iter_eval_plans())
     decay = layout.decay(3.0) if kind == "train" else layout.loss_slots().float()
     assert len(plans) > 3
     for plan in plans:
@@ -180,7 +180,7 @@ def test_planning_leaves_the_global_generators_alone():
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     planner = make_planner(eval_examples=make_examples(5))
     first = planner.batch(3)
-    planner.eval_plans()
+    list(planner.iter_eval_plans())
     assert torch.equal(torch_state, torch.get_rng_state())
     assert np.array_equal(numpy_state, np.random.get_state()[1])
     torch.manual_seed(99)
@@ -318,7 +318,7 @@ def test_steps_beat_epochs():
 def test_tickets_in_order_with_evaluation_between_steps(world):
     eval_examples = make_examples(9, seed=7)
     planner = make_planner(world=world, steps=5, eval_examples=eval_examples)
-    evals = len(planner.eval_plans())
+    evals = len(list(planner.iter_eval_plans()))
     assert evals > 1
     tickets = list(BatchPrefetcher(planner).tickets(0, {0, 3, 5}))
 
@@ -329,8 +329,7 @@ def test_tickets_in_order_with_evaluation_between_steps(world):
         if step < 5:
             first = step * world
             wanted += [("train", step, first + r, r) for r in range(world)]
-    assert [(t.kind, t.step, t.plan.batch_id, t.drafter) for t in tickets] == wanted
-    assert all(t.kind == t.plan.kind for t in tickets)
+    assert [(t.plan.kind, t.step, t.plan.batch_id, t.drafter) for t in tickets] == wanted
     for drafter in range(world):
         seqs = [t.seq for t in tickets if t.drafter == drafter]
         assert seqs == list(range(len(seqs)))
@@ -340,7 +339,7 @@ def test_resuming_and_evaluating_leave_the_training_plans_alone():
     planner = make_planner(world=2, steps=6, eval_examples=make_examples(9, seed=7))
     plain = [t.plan for t in BatchPrefetcher(planner).tickets(0, set())]
     evaluated = BatchPrefetcher(planner).tickets(0, {0, 2, 6})
-    for a, b in zip(plain, (t.plan for t in evaluated if t.kind == "train"), strict=True):
+    for a, b in zip(plain, (t.plan for t in evaluated if t.plan.kind == "train"), strict=True):
         assert_same(a, b)
     resumed = list(BatchPrefetcher(make_planner(world=2, steps=6)).tickets(4, set()))
     assert [t.seq for t in resumed] == [0, 0, 1, 1]
@@ -354,7 +353,7 @@ def test_resuming_and_evaluating_leave_the_training_plans_alone():
 
 def test_evaluation_takes_every_valid_anchor_of_every_example():
     examples = make_examples(9, seed=7)
-    plans = make_planner(eval_examples=examples).eval_plans()
+    plans = list(make_planner(eval_examples=examples).iter_eval_plans())
     assert sorted(doc for plan in plans for doc in plan.doc_ids) == list(range(9))
     for plan in plans:
         assert (plan.kind, plan.epoch) == ("eval", 0)
@@ -371,8 +370,8 @@ def test_evaluation_takes_every_valid_anchor_of_every_example():
 
 def test_no_evaluation_examples_no_evaluation_plans():
     planner = make_planner(steps=1)
-    assert planner.eval_plans() == []
-    assert [t.kind for t in BatchPrefetcher(planner).tickets(0, {0, 1})] == ["train"]
+    assert list(planner.iter_eval_plans()) == []
+    assert [t.plan.kind for t in BatchPrefetcher(planner).tickets(0, {0, 1})] == ["train"]
 
 
 def test_bad_examples_are_refused():

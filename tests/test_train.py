@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_ext import pipeline, train
-from dflash_ext.config import run_command
+from dflash_ext.config import load_config, run_command
 from dflash_ext.data.packing import BatchPlanner
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.grad_copies import Board
 from dflash_ext.logger import RunLogger
+from dflash_ext.plan import Plan
 from dflash_ext.target import Target
 from dflash_ext.target_loop import TargetForwardLoop
 
@@ -377,3 +378,16 @@ def test_a_folder_that_the_export_cannot_replace_is_refused_before_training(
     assert run("a") == 2
     assert "notes.txt" in capsys.readouterr().err
     assert not (tmp_path / "a" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("optimizer, each", [("adamw", 16), ("muon", 12)])
+def test_the_start_and_the_plan_give_a_drafter_the_same_memory(
+    run, tmp_path: Path, capsys, optimizer: str, each: int
+) -> None:
+    sizes = ("--drafter.intermediate_size=2048", f"--train.optimizer={optimizer}")
+    assert run("a", *sizes, "--train.steps=1", "--data.eval=[]") == 0
+    plan = Plan(load_config(tmp_path / "a" / "config.yaml"))
+    need = plan.spec.num_parameters * each
+    assert f"gradients and optimizer {need / 2**20:.0f} MiB" in capsys.readouterr().out
+    names = ("masters", "gradients", "moments")
+    assert sum(plan.memory["cpu"][name] for name in names) == need

@@ -25,10 +25,9 @@ from dflash_ext.data.anchors import (
 )
 from dflash_ext.data.buckets import EpochBatches, fill_batches, seeded_generator
 from dflash_ext.data.corpus import Corpus, Example
-from dflash_ext.layout import BlockLayout
+from dflash_ext.layout import ROW_ALIGN, BlockLayout
 
 Kind = Literal["train", "eval"]
-_ROW_MULTIPLE = 128
 _EVAL_ANCHOR_MULTIPLE = 8
 _MOST_EPOCHS = 8  # whose shapes are looked at before a run
 
@@ -176,15 +175,12 @@ class BatchPlanner:
             return Fraction(0)
         return Fraction(self._start_batch, self.batches_per_step) - self._start_step
 
-    def eval_plans(self) -> list[BatchPlan]:
+    def iter_eval_plans(self) -> Iterator[BatchPlan]:
         """Plans of the held-out examples: every valid anchor, weight 1 on supervised slots.
 
-        A is the number of anchors, rounded up to a multiple of 8.
+        A is the number of anchors, rounded up to a multiple of 8. Made one at a time: they are
+        large.
         """
-        return list(self.iter_eval_plans())
-
-    def iter_eval_plans(self) -> Iterator[BatchPlan]:
-        """The plans of `eval_plans`, made one at a time: with every anchor they are large."""
         lengths = self._eval_data.lengths
         order = np.argsort(lengths, kind="stable")
         for i, docs in enumerate(fill_batches(order, lengths, self._token_budget)):
@@ -248,7 +244,7 @@ class BatchPlanner:
         teacher_index = (padded_anchors[:, None] + self._predecessor_offsets).clip(0, budget - 1)
         found = np.flatnonzero(weights > 0)
         num_rows = num_anchors * self._layout.num_proposals
-        rows = _padded(found, -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE, 0)
+        rows = _padded(found, -(-num_rows // ROW_ALIGN) * ROW_ALIGN, 0)
 
         doc_start = np.arange(budget)
         doc_start[:n] = packed.starts[packed.document]
@@ -352,7 +348,6 @@ class Ticket:
     plan: BatchPlan
     drafter: int
     seq: int
-    kind: Kind
     step: int
 
 
@@ -372,7 +367,7 @@ class BatchPrefetcher:
 
         def ticket(plan: BatchPlan, drafter: int, step: int) -> Ticket:
             next_seq[drafter] += 1
-            return Ticket(plan, drafter, next_seq[drafter] - 1, plan.kind, step)
+            return Ticket(plan, drafter, next_seq[drafter] - 1, step)
 
         total = self._planner.total_steps()
         for step in range(start_step, total + 1):

@@ -277,7 +277,7 @@ class DrafterTrainLoop:
                 self.evals.append((step, None))
                 return
             slot = self.hs_queue.get()
-            assert slot.ticket is not None and slot.ticket.kind == "eval"
+            assert slot.ticket is not None and slot.ticket.plan.kind == "eval"
             slot.wait_ready()
             lengths += evaluate_plan(
                 self.model,

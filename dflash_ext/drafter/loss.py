@@ -16,7 +16,7 @@ from dflash_ext.drafter.context import ContextSums, TrainContext
 from dflash_ext.drafter.live_rows import live_rows
 from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.overlap import BackwardSync
-from dflash_ext.layout import BlockLayout
+from dflash_ext.layout import ROW_ALIGN, BlockLayout
 from dflash_ext.ops.draft_loss import CHUNK_BYTES, default_chunk_rows, draft_loss_stats
 from dflash_ext.ops.draft_loss.teacher import chunk_index, most_teachers
 from dflash_ext.ops.metric_add import metric_add
@@ -24,7 +24,6 @@ from dflash_ext.ops.metric_add import metric_add
 if TYPE_CHECKING:
     from dflash_ext.data.packing import BatchPlan
 
-ROW_ALIGN = 128
 LIVE_GRAIN = 2048  # rows: each number of grains that hold the live ones has CUDA graphs of its own
 TEACHER_GRAIN = 128  # the same of different teachers
 
