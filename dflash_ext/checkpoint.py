@@ -12,7 +12,6 @@ crash at any point leaves the previous checkpoint as it was. Nothing that is rea
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import math
@@ -30,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_ext.config import CheckpointConfig, UserError
+from dflash_ext.files import sha256_of
 from dflash_ext.files import sync as _fsync
 
 FORMAT_VERSION = 1
@@ -187,7 +187,7 @@ class CheckpointManager:
             files = {}
             for name in (TENSORS, META):
                 _fsync(tmp / name)
-                files[name] = {"size": (tmp / name).stat().st_size, "sha256": _sha256(tmp / name)}
+                files[name] = {"size": (tmp / name).stat().st_size, "sha256": sha256_of(tmp / name)}
             _write_synced(tmp / MANIFEST, json.dumps({"files": files}))
             _fsync(tmp)
             self._before_rename(step)
@@ -372,13 +372,8 @@ def _verify(path: Path, size: int, sha256: str) -> None:
     found = path.stat().st_size
     if found != size:
         raise DamagedError(f"{path}: found {found} bytes, want {size} as in the manifest")
-    if _sha256(path) != sha256:
+    if sha256_of(path) != sha256:
         raise DamagedError(f"{path}: found contents whose SHA-256 differs, want the manifest's")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -19,12 +19,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dflash_ext.config import CommandParser, UserError, from_dict, run_command
+from dflash_ext.checkpoint import CheckpointManager
+from dflash_ext.command import CommandParser, run_command
+from dflash_ext.config import CheckpointConfig, UserError, from_dict
 from dflash_ext.config_values import shown
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.drafter.spec import DrafterSpec
 from dflash_ext.dtypes import DTYPES
 from dflash_ext.files import naming, sync
+from dflash_ext.run_folder import CHECKPOINTS, EXPORT
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 STORED_DTYPES = {"float32", "bfloat16", "float16"}
@@ -75,7 +78,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        inside = folder / "export"  # the folder of a run is easily taken for it
+        inside = folder / EXPORT  # the folder of a run is easily taken for it
         want = f"the drafter in {inside}" if inside.is_dir() else "an exported drafter"
         raise UserError(f"{path}: found {error.strerror}, want {want}") from None
     except (ValueError, RecursionError) as error:
@@ -173,10 +176,7 @@ def load_run(
     `step`: None = the newest, "best" = the one with the highest acceptance length. Raises
     UserError.
     """
-    from dflash_ext.checkpoint import CheckpointManager
-    from dflash_ext.config import CheckpointConfig
-
-    folder = run / "checkpoints"
+    folder = run / CHECKPOINTS
     if not folder.is_dir():
         raise UserError(f"--run: found no {folder}, want the folder of a run")
     checkpoints = CheckpointManager(folder, CheckpointConfig())

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from dflash_ext.config import Config, UserError, to_dict
 from dflash_ext.files import replace_file
+from dflash_ext.run_folder import METRICS
 from dflash_ext.wandb_sink import WandbSink
 
 Row = Mapping[str, Any]
@@ -63,7 +64,7 @@ class RunLogger:
                 self._console.note,
                 resume=resume,
             )
-        self._rows = MetricsFile(run_dir / "metrics.jsonl", start_step)
+        self._rows = MetricsFile(run_dir / METRICS, start_step)
         if self._rows.set_aside is not None:
             self.note(f"metrics.jsonl: the rows of before are kept in {self._rows.set_aside}")
         if self._wandb is not None:

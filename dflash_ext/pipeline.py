@@ -42,6 +42,7 @@ from dflash_ext.monitor import Monitor
 from dflash_ext.optim import build_optimizer
 from dflash_ext.plan import check_drafter
 from dflash_ext.resume import Resume, load_resume
+from dflash_ext.run_folder import CHECKPOINTS
 from dflash_ext.supervisor import Supervisor, Worker
 from dflash_ext.target import Target, load_target, load_tokenizer, stop_token_ids
 from dflash_ext.target_choices import layers_and_mask, pick_mask_token_id
@@ -77,7 +78,7 @@ class Pipeline:
         self.world = own * self.machines.count
         self.ranks = range(self.machines.rank * own, (self.machines.rank + 1) * own)
         self.checkpoints = CheckpointManager(
-            run_dir / "checkpoints", cfg.checkpoint, lambda step: self.monitor.wait_logged(step)
+            run_dir / CHECKPOINTS, cfg.checkpoint, lambda step: self.monitor.wait_logged(step)
         )
         self.resume = Resume()
         if resume:

@@ -14,6 +14,7 @@ from dflash_ext.config import UserError
 from dflash_ext.config_values import shown
 from dflash_ext.files import naming
 from dflash_ext.logger import read_metrics
+from dflash_ext.run_folder import METRICS
 
 Rows = list[dict[str, Any]]
 
@@ -148,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _read(run: Path) -> Rows:
-    path = run / "metrics.jsonl"
+    path = run / METRICS
     if not path.exists():
         raise UserError(f"--run: found no metrics.jsonl in {run}, want the folder of a run")
     rows = read_metrics(path)

@@ -12,6 +12,7 @@ from dflash_ext.checkpoint import CheckpointManager
 from dflash_ext.config import Config, UserError, load_config, to_dict
 from dflash_ext.config_values import shown
 from dflash_ext.drafter.spec import DrafterSpec
+from dflash_ext.run_folder import CONFIG
 
 # Fields that a resumed run may change; all of log, checkpoint and topology may too. A text that
 # moved is found by its hash.
@@ -76,7 +77,7 @@ def load_resume(checkpoints: CheckpointManager, cfg: Config, processes: int = 1)
 
     Raises UserError if none is intact, or the run that was begun is not this one.
     """
-    begun = checkpoints.folder.parent / "config.yaml"
+    begun = checkpoints.folder.parent / CONFIG
     if not checkpoints.steps():
         if begun.exists():
             _check_same_run(to_dict(load_config(begun)), cfg, str(begun))

@@ -15,6 +15,8 @@ from dflash_ext.config_values import UserError
 from dflash_ext.files import naming
 
 LOCK = "lock"
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+CHECKPOINTS, EXPORT = "checkpoints", "export"
 
 
 @contextlib.contextmanager
@@ -52,8 +54,8 @@ def claim(run_dir: Path, resume: bool) -> Iterator[None]:
 
 def has_run(run_dir: Path) -> bool:
     """Whether a run was begun there."""
-    saved = CheckpointManager(run_dir / "checkpoints", CheckpointConfig()).latest() is not None
-    return saved or (run_dir / "config.yaml").exists()
+    saved = CheckpointManager(run_dir / CHECKPOINTS, CheckpointConfig()).latest() is not None
+    return saved or (run_dir / CONFIG).exists()
 
 
 def _lock(descriptor: int) -> bool:

@@ -29,7 +29,7 @@ from dflash_ext.monitor import Monitor
 from dflash_ext.out_of_memory import advice, is_out_of_memory
 from dflash_ext.pipeline import Pipeline
 from dflash_ext.plan import Plan
-from dflash_ext.run_folder import claim
+from dflash_ext.run_folder import CONFIG, EXPORT, METRICS, claim
 from dflash_ext.supervisor import Interrupted, RunFailed, end_at_signals
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     if flags.accept_changed_data and not flags.resume:
         raise UserError("--accept_changed_data: found without --resume, want both")
     run_dir = _run_dir(cfg)
-    saved = run_dir / "config.yaml"
+    saved = run_dir / CONFIG
     if flags.resume and not any(a.startswith("--config") for a in argv):
         _check_begun(run_dir)
         cfg, flags = parse_config(["--config", str(saved), *argv])
@@ -80,7 +80,7 @@ def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
         print("\n".join([*plan.memory_lines(), *plan.slot_lines()]), flush=True)
         plan.check_memory()
     if _writes(machines, flags):
-        check_replaceable(run_dir / "export")
+        check_replaceable(run_dir / EXPORT)
     print(f"loading  {cfg.model.target}", flush=True)
     pipeline = Pipeline(cfg, run_dir, flags.resume, machines, flags.accept_changed_data)
     if flags.check_data:
@@ -93,7 +93,7 @@ def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
     if _writes(machines, flags):
         goes_on_from = pipeline.resume.step if pipeline.resume.meta else None
         logger = RunLogger(cfg, run_dir, pipeline.total_steps, goes_on_from, resume=flags.resume)
-        save_config(cfg, run_dir / "config.yaml")  # what it refuses has not begun
+        save_config(cfg, run_dir / CONFIG)  # what it refuses has not begun
     try:
         monitor = pipeline.run(logger)
         if logger is not None and pipeline.complete:
@@ -126,8 +126,8 @@ def _finish(pipeline: Pipeline, summary: dict[str, Any] | None) -> int:
     try:
         if summary is not None:
             # First: the weights are here, whatever became of their checkpoint.
-            write_export(pipeline.drafter_loops[0].model, run_dir / "export")
-            print(f"wrote    {run_dir / 'export'}", flush=True)
+            write_export(pipeline.drafter_loops[0].model, run_dir / EXPORT)
+            print(f"wrote    {run_dir / EXPORT}", flush=True)
     finally:
         pipeline.checkpoints.close()
     if pipeline.supervisor.signum is not None and not complete:
@@ -135,7 +135,7 @@ def _finish(pipeline: Pipeline, summary: dict[str, Any] | None) -> int:
         return 128 + pipeline.supervisor.signum
     if summary is not None:
         write_summary(run_dir, summary)
-        print_summary(summary | _advice(pipeline.cfg, pipeline, run_dir))
+        print_summary(summary | _advice(pipeline))
     return 0
 
 
@@ -145,7 +145,7 @@ def _run_dir(cfg: Config) -> Path:
 
 def _check_begun(run_dir: Path) -> None:
     """A mistyped name must not start the default run."""
-    if not (run_dir / "config.yaml").exists():
+    if not (run_dir / CONFIG).exists():
         raise UserError(
             f"--resume: found no run in {run_dir}, want the --log.name of one, "
             "or --config FILE to start it where there is none yet"
@@ -157,7 +157,7 @@ def _writes(machines: Machines, flags: Flags) -> bool:
 
 
 def _summary(pipeline: Pipeline, monitor: Monitor, seconds: float) -> dict[str, Any]:
-    rows = read_metrics(pipeline.run_dir / "metrics.jsonl")
+    rows = read_metrics(pipeline.run_dir / METRICS)
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
     lookup = []
     for example in pipeline.eval_examples:
@@ -192,14 +192,15 @@ def _peak_gpu_mib(device: str) -> int:
     return round(torch.cuda.max_memory_allocated(device) / 2**20)
 
 
-def _advice(cfg: Config, pipeline: Pipeline, run_dir: Path) -> dict[str, str]:
+def _advice(pipeline: Pipeline) -> dict[str, str]:
+    cfg, run_dir = pipeline.cfg, pipeline.run_dir
     command = (
-        f"python -m dflash_ext.evaluate --drafter {run_dir / 'export'} --target {cfg.model.target}"
+        f"python -m dflash_ext.evaluate --drafter {run_dir / EXPORT} --target {cfg.model.target}"
     )
     command += f" --data {cfg.data.eval[0] if cfg.data.eval else 'FILE'}"
     if cfg.data.enable_thinking is not None:
         command += f" --enable_thinking {str(cfg.data.enable_thinking).lower()}"
-    advice = {"export": str(run_dir / "export"), "evaluate": command}
+    advice = {"export": str(run_dir / EXPORT), "evaluate": command}
     best = pipeline.checkpoints.best() if cfg.checkpoint.keep_best else None
     if best not in (None, pipeline.done_steps):
         out = run_dir / "export_best"

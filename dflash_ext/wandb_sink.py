@@ -21,6 +21,7 @@ from typing import Any
 
 from dflash_ext.config import UserError
 from dflash_ext.files import replace_file
+from dflash_ext.run_folder import METRICS
 
 RUN_ID = "wandb_run_id"
 INIT_TIMEOUT_S = 30.0
@@ -63,7 +64,7 @@ class WandbSink:
     ) -> None:
         self._mode, self._note, self._first_wait_s = mode, note, first_wait_s
         self._init_timeout_s, self._finish_timeout_s = init_timeout_s, finish_timeout_s
-        self._rows = folder / "metrics.jsonl"
+        self._rows = folder / METRICS
         self._config = dict(settings)
         self._summary: dict[str, Any] = {}
         self._news, self._ended = threading.Event(), threading.Event()

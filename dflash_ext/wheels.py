@@ -4,7 +4,6 @@ They stay in the `wheels` folder of the cache. `python -m pip download` on anoth
 copy into that folder serve where there is no network.
 """
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from dflash_ext.config_values import UserError
+from dflash_ext.files import sha256_of
 
 
 def fetch_wheel(requirement: str, sha256: str, cache: Path, place: str) -> Path:
@@ -23,7 +23,7 @@ def fetch_wheel(requirement: str, sha256: str, cache: Path, place: str) -> Path:
     store.mkdir(parents=True, exist_ok=True)
     distribution = requirement.split("==")[0].replace("-", "_")
     for path in store.glob(f"{distribution}-*.whl"):
-        if _sha256(path) == sha256:
+        if sha256_of(path) == sha256:
             return path
     with tempfile.TemporaryDirectory(dir=store, prefix=".download-") as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -38,12 +38,7 @@ def fetch_wheel(requirement: str, sha256: str, cache: Path, place: str) -> Path:
                 f"the wheel in {store}"
             )
         (path,) = Path(scratch).glob("*.whl")
-        found = _sha256(path)
+        found = sha256_of(path)
         if found != sha256:
             raise UserError(f"{place}: {path.name}: found SHA-256 {found}, want {sha256}")
         return Path(shutil.move(path, store / path.name))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

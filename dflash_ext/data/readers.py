@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from dflash_ext.config import UserError
 from dflash_ext.config_values import shown
 from dflash_ext.data.rows import short
+from dflash_ext.files import sha256_of
 from dflash_ext.target_source import quiet_hub
 
 Row = Mapping[str, object]
@@ -58,8 +59,7 @@ class FileShard:
 
     def fingerprint(self) -> str:
         try:
-            with Path(self.name).open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            return sha256_of(Path(self.name))
         except OSError as error:
             raise _unreadable(self.name, error) from error
 
