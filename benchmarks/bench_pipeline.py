@@ -44,6 +44,7 @@ from benchmarks.pipeline_figures import (
     work_of,
 )
 from benchmarks.pipeline_phases import Phase, Recorder, Schedule
+from benchmarks.pipeline_table import PHASES
 from benchmarks.random_target import random_target, write_target, write_text
 from benchmarks.run import facts
 from dflash_ext.command import CommandParser, at_least, check_output_file
@@ -61,7 +62,6 @@ POLL_S, SAMPLE_S = 0.05, 1.0
 # Seconds of a drafter's step over those of the targets', in the pipeline phases of both kinds.
 SHARES = {"drafter-bound": 1.35, "target-bound": 0.75}
 CONFIGURED, RECOMMENDED = "configured", "recommended"
-PHASES = (*SHARES, CONFIGURED, RECOMMENDED)
 TOY = {
     "model_type": "qwen3",
     "vocab_size": 96,
@@ -380,14 +380,14 @@ def main() -> int:
     if arguments.phases == [RECOMMENDED]:
         raise UserError(f"--phases: found {RECOMMENDED} alone, want another phase before it")
     options = Options(
-        arguments.seconds,
-        tuple(arguments.probes),
-        arguments.anchors and tuple(arguments.anchors),
-        tuple(arguments.phases),
-        arguments.settle,
-        arguments.alone,
-        arguments.trace,
-        arguments.json,
+        seconds=arguments.seconds,
+        probes=tuple(arguments.probes),
+        anchors=arguments.anchors and tuple(arguments.anchors),
+        phases=tuple(arguments.phases),
+        settle=arguments.settle,
+        alone=arguments.alone,
+        trace=arguments.trace,
+        json=arguments.json,
     )
     run_bench(flags, options)
     return 0

@@ -9,7 +9,6 @@ time goes. Every side is compared with fp32 first (step_check); what fails is no
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import sys
 import traceback
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import median_seconds, step_peers
-from benchmarks.run import facts, line
+from benchmarks.run import conditions_line, facts, line, write_report
 from benchmarks.step_check import CheckFailed, Errors, Reference
 from benchmarks.step_floor import Floor, made_gemms, step_gemms
 from benchmarks.step_parts import PARTS, breakdown, profiled
@@ -363,15 +362,14 @@ def main() -> int:
     if arguments.seconds is not None:
         MIN_SECONDS[device.type] = arguments.seconds
     conditions, shapes = facts(device), arguments.shape or DEFAULT_SHAPES[device.type]
-    print("# " + ", ".join(f"{key} {value}" for key, value in conditions.items() if value))
+    print("# " + conditions_line(conditions))
     rows = []
     timed = arguments.what == "sides"
     for row in measure(device, shapes, arguments.sides) if timed else parts(device, shapes):
         print(line(row) if timed else part_line(row), flush=True)
         rows.append(row)
         if arguments.json:
-            report = {"conditions": conditions, "results": rows}
-            arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+            write_report(arguments.json, conditions, rows)
     return 0
 
 

@@ -29,6 +29,7 @@ from dflash_ext.fast_gdn import (
     find_gdn_kernels,
 )
 from dflash_ext.target_fast import fuse_target
+from dflash_ext.target_shape import QWEN3_5_27B
 
 ROUNDS = {"cpu": 1, "cuda": 5}  # profiled forward passes
 CHECKED_TOKENS = 256
@@ -51,7 +52,7 @@ class Size:
     rows: int
     columns: int
     dtype: torch.dtype
-    config: dict[str, int]
+    config: dict[str, Any]
 
 
 SIZES = {
@@ -79,19 +80,7 @@ SIZES = {
         4,
         2048,
         torch.bfloat16,
-        {
-            "vocab_size": 248320,
-            "hidden_size": 5120,
-            "intermediate_size": 17408,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 24,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 48,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-        },
+        {**QWEN3_5_27B, "num_hidden_layers": 8},
     ),
 }
 

@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,13 @@ import torch
 
 from benchmarks.quality_prompts import Split, write_questions
 from benchmarks.quality_zlab import read, summarise
-from benchmarks.run import facts
+from benchmarks.run import conditions_line, facts
 from dflash_ext.command import CommandParser, run_command
 from dflash_ext.config import DataConfig, UserError, load_config
 from dflash_ext.data.conversations import load_examples
 from dflash_ext.logger import read_metrics
 from dflash_ext.target import load_tokenizer
 
-STAGES = ("prompts", "regenerate", "train", "decode", "evaluate", "report")
 OURS, PEER = "ours", "specforge"
 RECIPE = Path(__file__).parents[1] / "configs" / "smollm2_gpu.yaml"
 # What differs from the recipe, which is made for the small shipped text.
@@ -244,7 +243,7 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         "# Quality run",
         "",
-        ", ".join(f"{key} {value}" for key, value in found["conditions"].items() if value),
+        conditions_line(found["conditions"]),
         "",
         f"Text: {counts['kept']:,} of {counts['rows']:,} answers ({counts['loops']:,} dropped as "
         f"loops), {counts['tokens']:,} tokens, {counts['supervised_tokens']:,} supervised; held "
@@ -275,11 +274,14 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _run(settings: Settings, stages: Sequence[str]) -> None:
-    for name in STAGES:
+STAGES = {f.__name__: f for f in (prompts, regenerate, train, decode, evaluate, report)}
+
+
+def _run(settings: Settings, stages: Collection[str]) -> None:
+    for name, stage in STAGES.items():
         if name in stages:
             begin = time.perf_counter()
-            globals()[name](settings)
+            stage(settings)
             print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from dflash_ext.data.buckets import WINDOW_BATCHES
 from dflash_ext.fast_gdn import find_gdn_kernels, gdn_modules
 from dflash_ext.target import Target, bind_gdn, target_info
 
-WINDOWS_BATCHES = 32  # of text: what batches are made up of by length
 RESIDUAL_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 CHECKED_TOKENS = 64
 
@@ -78,12 +78,13 @@ def write_text(
 ) -> int:
     """JSONL of tokenised documents of random length, a prompt and an answer each; their tokens.
 
-    Lengths are log-normal, cut to [max_length / 16, max_length]; a fifth is the prompt.
+    As many as batches are made up of by length. Lengths are log-normal, cut to
+    [max_length / 16, max_length]; a fifth is the prompt.
     """
     rng = np.random.default_rng(0)
     total = 0
     with path.open("w") as file:
-        while total < WINDOWS_BATCHES * token_budget:
+        while total < WINDOW_BATCHES * token_budget:
             drawn = rng.lognormal(np.log(max_length / 3), 0.7)
             length = int(np.clip(drawn, max_length / 16, max_length))
             ids = rng.integers(1, vocab_size - 1, length)

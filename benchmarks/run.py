@@ -100,6 +100,15 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def conditions_line(conditions: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in conditions.items() if value)
+
+
+def write_report(out: Path, conditions: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    found = {"conditions": conditions, "results": results}
+    out.write_text(json.dumps(found, indent=2) + "\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=names(), help="run this one alone")
@@ -118,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.cuda.set_device(device)
 
     conditions = facts(device)
-    print("# " + ", ".join(f"{key} {value}" for key, value in conditions.items() if value))
+    print("# " + conditions_line(conditions))
     print(
         f"{'op':15} {'shape':38} {'us':>10} {'rate':>13} {'of peak':>8} {'vs peer':>8}  peer (us)"
     )
@@ -131,8 +140,7 @@ def main(argv: list[str] | None = None) -> int:
             print(line(row), flush=True)
             results.append(row)
             if arguments.json:
-                report = {"conditions": conditions, "results": results}
-                arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+                write_report(arguments.json, conditions, results)
     return 0
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 from benchmarks import median_seconds
 from benchmarks.bench_step import Step
-from benchmarks.run import facts
+from benchmarks.run import facts, write_report
 from benchmarks.step_problem import CE, SHAPES, StepShape, make_plan, make_problem
 from dflash_ext.command import CommandParser, at_least, check_output_file, device_of, run_command
 
@@ -110,8 +109,7 @@ def main() -> int:
             f"{row['peak_gib']:.1f} GiB"
         )
     if arguments.json:
-        report = {"conditions": facts(device), "results": rows}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_report(arguments.json, facts(device), rows)
     return 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-_WINDOW_BATCHES = 32
+WINDOW_BATCHES = 32
 
 
 def seeded_generator(*key: int) -> torch.Generator:
@@ -48,7 +48,7 @@ class EpochBatches:
         self._weights = weights or [(len(lengths), 1.0)]
         self._token_budget = token_budget
         self._seed = seed
-        per_window = _WINDOW_BATCHES * token_budget / max(1.0, float(lengths.mean()))
+        per_window = WINDOW_BATCHES * token_budget / max(1.0, float(lengths.mean()))
         self._window = max(1, round(per_window))
         self._lock = threading.Lock()
         self._first_ids = [0]  # first batch id of each epoch grouped so far, and of the next
