@@ -61,15 +61,33 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"command line: {message} (see --help)")
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of an argument: an integer of at least that."""
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an argument: an integer of at least that, and at most `most`."""
+    wanted = f"from {least} on" if most is None else f"from {least} to {most}"
 
     def parse(word: str) -> int:
-        if not word.isdecimal() or int(word) < least:
-            raise argparse.ArgumentTypeError(f"found {word!r}, want an integer from {least} on")
+        if not word.isdecimal() or int(word) < least or (most is not None and int(word) > most):
+            raise argparse.ArgumentTypeError(f"found {word!r}, want an integer {wanted}")
         return int(word)
 
     return parse
+
+
+def true_or_false(word: str) -> bool:
+    """The type of an argument."""
+    if word not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"found {word!r}, want true or false")
+    return word == "true"
+
+
+def add_target_options(
+    options: argparse.ArgumentParser | argparse._ArgumentGroup, whose: str, device: str
+) -> None:
+    """How a target is loaded: --dtype, --device and --revision."""
+    words = f"of {whose} (default: %(default)s)"
+    options.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help=words)
+    options.add_argument("--device", default=device, help=words)
+    options.add_argument("--revision", help="branch, tag or commit of a hub id")
 
 
 def check_output_file(option: str, path: Path, *, make_parents: bool = False) -> None:

@@ -23,7 +23,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dflash_ext import acceptance
-from dflash_ext.command import CommandParser, check_device, check_output_file, run_command
+from dflash_ext.command import (
+    CommandParser,
+    add_target_options,
+    at_least,
+    check_device,
+    check_output_file,
+    run_command,
+    true_or_false,
+)
 from dflash_ext.config import DataConfig, UserError
 from dflash_ext.data.assistant_mask import runs
 from dflash_ext.data.conversations import Example, load_examples, prompt_and_answer
@@ -237,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", required=True, metavar="FILE", help="JSONL with the prompts")
     parser.add_argument(
         "--max_new_tokens",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help=f"length limit of an answer (default {MAX_NEW_TOKENS}; with --trust_text: none)",
     )
@@ -247,25 +255,17 @@ def _parser() -> argparse.ArgumentParser:
         help="take the file's answers and report the share of tokens the target would not choose",
     )
     parser.add_argument("--json", metavar="OUT", help="also write all figures to this file")
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        choices=["float32", "bfloat16"],
-        help="of both models (default: float32)",
-    )
-    parser.add_argument("--device", default="cpu", help="of both models (default: cpu)")
-    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    add_target_options(parser, "both models", device="cpu")
     parser.add_argument(
         "--enable_thinking",
-        choices=["true", "false"],
+        type=true_or_false,
+        metavar="{true,false}",
         help="passed to the chat template, as data.enable_thinking in training",
     )
     return parser
 
 
 def _run(args: argparse.Namespace) -> None:
-    if args.max_new_tokens is not None and args.max_new_tokens < 1:
-        raise UserError(f"--max_new_tokens: found {args.max_new_tokens}, want at least 1")
     if args.json:
         check_output_file("--json", Path(args.json))
         data, out = Path(args.data), Path(args.json)
@@ -280,7 +280,7 @@ def _run(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         device=args.device,
         revision=args.revision,
-        enable_thinking=None if args.enable_thinking is None else args.enable_thinking == "true",
+        enable_thinking=args.enable_thinking,
     )
     print("\n".join(report_lines(result)))
     if args.json:

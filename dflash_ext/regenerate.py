@@ -31,8 +31,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dflash_ext.command import check_device
-from dflash_ext.config import CommandParser, UserError, run_command
+from dflash_ext.command import (
+    CommandParser,
+    add_target_options,
+    at_least,
+    check_device,
+    run_command,
+    true_or_false,
+)
+from dflash_ext.config import UserError
 from dflash_ext.data.readers import FileShard, parse_line
 from dflash_ext.data.rows import checked_messages, conversation_of
 from dflash_ext.data.text_settings import check_same, template_hash, write_settings
@@ -43,7 +50,8 @@ from dflash_ext.target import load_target, load_tokenizer
 
 Row = dict[str, object]
 
-MAX_NUMBER = 10**9  # of tokens, seconds, requests: what the system's calls still take
+# Of tokens, seconds, requests: what the system's calls still take.
+POSITIVE = at_least(1, most=10**9)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,40 +69,32 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", required=True, metavar="FILE", help="conversations")
     parser.add_argument("--out", required=True, metavar="FILE", help="JSONL to write or resume")
     parser.add_argument(
-        "--max_new_tokens", type=_positive, default=2048, help="limit of an answer (default: 2048)"
+        "--max_new_tokens", type=POSITIVE, default=2048, help="limit of an answer (default: 2048)"
     )
     parser.add_argument(
-        "--enable_thinking", choices=["true", "false"], help="passed to the chat template"
+        "--enable_thinking",
+        type=true_or_false,
+        metavar="{true,false}",
+        help="passed to the chat template",
     )
     parser.add_argument(
         "--keep_truncated", action="store_true", help="keep answers cut off at the length limit"
     )
     local = parser.add_argument_group("with --target")
     local.add_argument(
-        "--batch_size", type=_positive, default=64, help="prompts at a time (default: 64)"
+        "--batch_size", type=POSITIVE, default=64, help="prompts at a time (default: 64)"
     )
-    local.add_argument(
-        "--dtype",
-        default="float32",
-        choices=["float32", "bfloat16"],
-        help="of the target (default: float32)",
-    )
-    local.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where the target runs (default: a GPU if there is one)",
-    )
-    local.add_argument("--revision", help="of a hub id")
+    add_target_options(local, "the target", "cuda" if torch.cuda.is_available() else "cpu")
     remote = parser.add_argument_group("with --server")
     remote.add_argument("--model", help="name to ask for (default: the server's first)")
     remote.add_argument(
-        "--concurrency", type=_positive, default=64, help="requests at a time (default: 64)"
+        "--concurrency", type=POSITIVE, default=64, help="requests at a time (default: 64)"
     )
     remote.add_argument(
-        "--tries", type=_positive, default=8, help="of a request that fails (default: 8)"
+        "--tries", type=POSITIVE, default=8, help="of a request that fails (default: 8)"
     )
     remote.add_argument(
-        "--timeout", type=_positive, default=600, help="seconds for one answer (default: 600)"
+        "--timeout", type=POSITIVE, default=600, help="seconds for one answer (default: 600)"
     )
     remote.add_argument(
         "--skip_refused",
@@ -102,14 +102,6 @@ def _parser() -> argparse.ArgumentParser:
         help="a prompt that the server refuses (HTTP 400, 413, 422) stays without an answer",
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_NUMBER:
-        raise argparse.ArgumentTypeError(
-            f"found {text!r}, want a whole number from 1 to {MAX_NUMBER}"
-        )
-    return int(text)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -143,7 +135,7 @@ def _asked(args: argparse.Namespace) -> dict[str, object]:
     origin = {"target": args.target, "revision": args.revision, "dtype": args.dtype}
     return {
         **({"model": args.model} if args.target is None else origin),
-        "enable_thinking": _thinking(args),
+        "enable_thinking": args.enable_thinking,
         "temperature": 0,
         "max_new_tokens": args.max_new_tokens,
         "keep_truncated": args.keep_truncated,
@@ -157,10 +149,6 @@ def _found_out(args: argparse.Namespace) -> tuple[str, ...]:
     return () if args.model else ("model",)
 
 
-def _thinking(args: argparse.Namespace) -> bool | None:
-    return None if args.enable_thinking is None else args.enable_thinking == "true"
-
-
 def _generator(args: argparse.Namespace) -> tuple[Generator, dict[str, object]]:
     """Who answers, and all settings that OUT.settings.yaml keeps."""
     if args.server is not None:
@@ -168,7 +156,7 @@ def _generator(args: argparse.Namespace) -> tuple[Generator, dict[str, object]]:
             args.server,
             args.max_new_tokens,
             model=args.model,
-            enable_thinking=_thinking(args),
+            enable_thinking=args.enable_thinking,
             concurrency=args.concurrency,
             tries=args.tries,
             timeout_s=args.timeout,
@@ -182,7 +170,7 @@ def _generator(args: argparse.Namespace) -> tuple[Generator, dict[str, object]]:
         tokenizer,
         args.max_new_tokens,
         batch_size=args.batch_size,
-        enable_thinking=_thinking(args),
+        enable_thinking=args.enable_thinking,
     )
     return local, {**_asked(args), "template": template_hash(tokenizer)}
 

@@ -122,7 +122,7 @@ def test_an_output_does_not_replace_its_input(tmp_path, monkeypatch, capsys) -> 
 def test_numbers_of_regenerate(value, capsys) -> None:
     options = ["--server", "http://x", "--prompts", "x", "--out", "x", "--timeout", value]
     assert regenerate.main(options) == 2
-    assert f"--timeout: found '{value}', want a whole number from 1 to" in one_line(capsys)
+    assert f"--timeout: found '{value}', want an integer from 1 to" in one_line(capsys)
 
 
 def test_regenerate_refuses_its_device_first(capsys) -> None:

@@ -215,7 +215,7 @@ def test_answers_end_as_in_a_run(
         ({"--data": "nowhere.jsonl"}, "nowhere.jsonl: cannot be read"),
         ({"--drafter": "nowhere"}, "nowhere"),
         ({"--target": "./nowhere"}, "model.target: found './nowhere'"),
-        ({"--max_new_tokens": "0"}, "--max_new_tokens: found 0, want at least 1"),
+        ({"--max_new_tokens": "0"}, "--max_new_tokens: found '0', want an integer from 1 on"),
         ({"--device": "cuda:99"}, "--device: found 'cuda:99'"),
         ({"--device": "gpu"}, "--device: found 'gpu'"),
         (
