@@ -47,8 +47,8 @@ from benchmarks.pipeline_phases import Phase, Recorder, Schedule
 from benchmarks.pipeline_table import PHASES
 from benchmarks.random_target import random_target, write_target, write_text
 from benchmarks.run import facts
-from dflash_ext.command import CommandParser, at_least, check_output_file
-from dflash_ext.config import Config, UserError, parse_config, run_command
+from dflash_ext.command import CommandParser, at_least, check_output_file, run_command
+from dflash_ext.config import Config, UserError, parse_config
 from dflash_ext.logger import RunLogger
 from dflash_ext.pipeline import Pipeline
 from dflash_ext.plan import Plan

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from benchmarks.step_peers import made_on
 from dflash_ext.acceptance import accept_len, evaluate_plan
-from dflash_ext.config import Config, parse_config, run_command, save_config
+from dflash_ext.command import run_command
+from dflash_ext.config import Config, parse_config, save_config
 from dflash_ext.data.packing import BatchPlan, Ticket
 from dflash_ext.export import write_export
 from dflash_ext.hs_queue import Slot

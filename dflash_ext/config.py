@@ -16,8 +16,7 @@ from typing import Any, Literal, get_type_hints
 
 import yaml
 
-from dflash_ext.command import CommandParser, run_command
-from dflash_ext.config_check import MAX_BLOCK_SIZE, MAX_SEED, check_layer_ids, validate
+from dflash_ext.config_check import MAX_BLOCK_SIZE, MAX_SEED, validate
 from dflash_ext.config_values import (
     UserError,
     coerce,
@@ -30,7 +29,6 @@ from dflash_ext.files import replace_file
 
 __all__ = [
     "CheckpointConfig",
-    "CommandParser",
     "Config",
     "DataConfig",
     "DrafterConfig",
@@ -40,11 +38,9 @@ __all__ = [
     "TopologyConfig",
     "TrainConfig",
     "UserError",
-    "check_layer_ids",
     "from_dict",
     "load_config",
     "parse_config",
-    "run_command",
     "save_config",
     "to_dict",
     "validate",

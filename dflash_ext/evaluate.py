@@ -34,7 +34,8 @@ from dflash_ext.command import (
 )
 from dflash_ext.config import DataConfig, UserError
 from dflash_ext.data.assistant_mask import runs
-from dflash_ext.data.conversations import Example, load_examples, prompt_and_answer
+from dflash_ext.data.conversations import load_examples, prompt_and_answer
+from dflash_ext.data.corpus import Example
 from dflash_ext.drafter import DFlashDraftModel, FrozenHead
 from dflash_ext.files import replace_file
 from dflash_ext.greedy_text import GreedyTextCache

@@ -19,7 +19,8 @@ from dflash_ext.config import Config, UserError, to_dict
 from dflash_ext.config_check import check_topology
 from dflash_ext.config_values import devices_of
 from dflash_ext.data.check import describe_data
-from dflash_ext.data.conversations import Corpus, DataReport, dataset_hash, load_examples
+from dflash_ext.data.conversations import load_examples
+from dflash_ext.data.corpus import Corpus, DataReport, dataset_hash
 from dflash_ext.data.packing import BatchPlanner, BatchPrefetcher, Ticket
 from dflash_ext.data.sources import text_files
 from dflash_ext.describe import common_facts, loss_rows
@@ -27,7 +28,8 @@ from dflash_ext.devices import set_cpu_threads
 from dflash_ext.drafter.init import init_from_folder, start_spec
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.drafter.loss import Objective
-from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead, drafter_spec
+from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
+from dflash_ext.drafter.spec import drafter_spec
 from dflash_ext.dtypes import DTYPES
 from dflash_ext.export import check_tensors
 from dflash_ext.fp8 import check_weights

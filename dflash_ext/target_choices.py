@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from dflash_ext.config import Config, UserError, check_layer_ids
+from dflash_ext.config import Config, UserError
+from dflash_ext.config_check import check_layer_ids
 from dflash_ext.drafter.init import check_start
 from dflash_ext.drafter.spec import DrafterSpec
 from dflash_ext.target import TargetInfo

@@ -19,7 +19,8 @@ import dflash_ext
 from dflash_ext import nonfinite
 from dflash_ext.acceptance import accept_len, prompt_lookup_lengths, text_end
 from dflash_ext.checkpoint import SaveError
-from dflash_ext.config import Config, Flags, UserError, parse_config, run_command, save_config
+from dflash_ext.command import run_command
+from dflash_ext.config import Config, Flags, UserError, parse_config, save_config
 from dflash_ext.data.conversations import prompt_and_answer
 from dflash_ext.describe import describe
 from dflash_ext.export import check_replaceable, write_export

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_ext.acceptance import propose
-from dflash_ext.data.conversations import Example
+from dflash_ext.data.corpus import Example
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
 from dflash_ext.export_check import ExportError
 from dflash_ext.target import Target

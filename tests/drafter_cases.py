@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.config import DataConfig, TrainConfig
-from dflash_ext.data.conversations import Example
+from dflash_ext.data.corpus import Example
 from dflash_ext.data.packing import BatchPlan, BatchPlanner
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec, FrozenHead
 from dflash_ext.drafter.spec import FULL, SLIDING

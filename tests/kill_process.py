@@ -12,7 +12,7 @@ import torch
 from fault_switches import turn_off_in_child
 
 from dflash_ext import train
-from dflash_ext.config import run_command
+from dflash_ext.command import run_command
 from dflash_ext.drafter.loop import DrafterTrainLoop
 
 

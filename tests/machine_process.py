@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dflash_ext import train
-from dflash_ext.config import run_command
+from dflash_ext.command import run_command
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.pipeline import Pipeline
 

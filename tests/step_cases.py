@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.config import Config, DataConfig, LogConfig, TrainConfig
-from dflash_ext.data.conversations import Example
+from dflash_ext.data.corpus import Example
 from dflash_ext.data.packing import BatchPlan, BatchPlanner, Ticket
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec, FrozenHead
 from dflash_ext.drafter.loop import DrafterTrainLoop

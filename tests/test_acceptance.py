@@ -22,7 +22,7 @@ from dflash_ext.acceptance import (
     walk,
 )
 from dflash_ext.config import DataConfig, TrainConfig
-from dflash_ext.data.conversations import Example
+from dflash_ext.data.corpus import Example
 from dflash_ext.data.packing import BatchPlanner
 from dflash_ext.layout import BlockLayout
 from dflash_ext.measure import Answer, Text, measure_text

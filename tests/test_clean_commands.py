@@ -14,8 +14,8 @@ import tiny_drafter
 
 from benchmarks import run as benchmark
 from dflash_ext import evaluate, plot, regenerate, train
-from dflash_ext.command import check_output_file
-from dflash_ext.config import UserError, run_command
+from dflash_ext.command import check_output_file, run_command
+from dflash_ext.config import UserError
 from dflash_ext.data.readers import load_dataset_shard
 from dflash_ext.greedy_text import GreedyTextCache
 from dflash_ext.target import AutoConfig, AutoTokenizer, load_target, load_tokenizer

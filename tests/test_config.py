@@ -13,6 +13,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dflash_ext.command import run_command
 from dflash_ext.config import (
     SECTIONS,
     TYPES,
@@ -20,15 +21,14 @@ from dflash_ext.config import (
     Flags,
     TrainConfig,
     UserError,
-    check_layer_ids,
     from_dict,
     load_config,
     parse_config,
-    run_command,
     save_config,
     to_dict,
     validate,
 )
+from dflash_ext.config_check import check_layer_ids
 from dflash_ext.config_cli import DEFAULT_CONFIG, PROJECT_ROOT
 
 # Text that YAML could read as something else, beside arbitrary text.
@@ -384,7 +384,7 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_without_its_default_file(tmp_path: Path) -> None:
     """In a process of its own, as a user sees it."""
     code = (
-        "import sys; from dflash_ext.config import *;"
+        "import sys; from dflash_ext.command import *; from dflash_ext.config import *;"
         "sys.exit(run_command(lambda: parse_config(['--config', 'gone.yaml']) and 0))"
     )
     done = subprocess.run(

@@ -9,13 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_ext.config import DataConfig, UserError
-from dflash_ext.data.conversations import (
-    Example,
-    dataset_hash,
-    has_loop,
-    load_examples,
-    prompt_and_answer,
-)
+from dflash_ext.data.conversations import has_loop, load_examples, prompt_and_answer
+from dflash_ext.data.corpus import Example, dataset_hash
 
 EOT = 257  # <|im_end|> of the ChatML tokenizer
 NO_SPECIAL = np.zeros(0, dtype=np.int32)

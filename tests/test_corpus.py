@@ -14,7 +14,8 @@ from chat_templates import CHATML, chat, chat_tokenizer
 from dflash_ext.config import DataConfig, TrainConfig, UserError
 from dflash_ext.data import conversations, corpus
 from dflash_ext.data.buckets import EpochBatches
-from dflash_ext.data.conversations import dataset_hash, load_examples
+from dflash_ext.data.conversations import load_examples
+from dflash_ext.data.corpus import dataset_hash
 from dflash_ext.data.packing import BatchPlanner
 from dflash_ext.layout import BlockLayout
 

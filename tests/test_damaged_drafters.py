@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from tiny_run import TinyRun
 
 from dflash_ext import evaluate, export
-from dflash_ext.config import UserError, run_command
+from dflash_ext.command import run_command
+from dflash_ext.config import UserError
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec
 from dflash_ext.export import read_spec, write_export
 from dflash_ext.run_folder import has_run

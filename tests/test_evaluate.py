@@ -12,7 +12,7 @@ import torch
 from tiny_run import TinyRun
 
 from dflash_ext import evaluate, greedy_text
-from dflash_ext.data.conversations import Example
+from dflash_ext.data.corpus import Example
 from dflash_ext.drafter import loop
 from dflash_ext.greedy_text import GreedyTextCache, greedy_tokens, weights_fingerprint
 from dflash_ext.target import load_target, load_tokenizer

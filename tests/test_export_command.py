@@ -11,8 +11,9 @@ from export_cases import edit_config, edit_tensors, transform
 
 from dflash_ext import wheels, zlab
 from dflash_ext.checkpoint import CheckpointManager
-from dflash_ext.config import CheckpointConfig, Config, UserError, run_command, to_dict
-from dflash_ext.data.conversations import Example
+from dflash_ext.command import run_command
+from dflash_ext.config import CheckpointConfig, Config, UserError, to_dict
+from dflash_ext.data.corpus import Example
 from dflash_ext.export import main, read_config
 from dflash_ext.export_check import ExportError, check_export
 from dflash_ext.zlab import compare_logits

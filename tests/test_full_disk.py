@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_run import TinyRun
 
 from dflash_ext import checkpoint, evaluate, greedy_text
-from dflash_ext.config import run_command
+from dflash_ext.command import run_command
 from dflash_ext.data.text_settings import write_settings
 from dflash_ext.files import naming, replace_file
 

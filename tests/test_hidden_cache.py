@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_ext import train
-from dflash_ext.config import DataConfig, TrainConfig, UserError, run_command
+from dflash_ext.command import run_command
+from dflash_ext.config import DataConfig, TrainConfig, UserError
 from dflash_ext.data.conversations import load_examples
 from dflash_ext.data.packing import BatchPlanner, Ticket
 from dflash_ext.hidden_cache import HiddenCache

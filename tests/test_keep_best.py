@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from dflash_ext import export
 from dflash_ext.checkpoint import CheckpointManager
-from dflash_ext.config import CheckpointConfig, run_command
+from dflash_ext.command import run_command
+from dflash_ext.config import CheckpointConfig
 from dflash_ext.drafter import loop
 
 FLAGS = ("--checkpoint.keep_best=true", "--checkpoint.keep=1", "--train.eval_every=1")

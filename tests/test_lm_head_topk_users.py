@@ -13,7 +13,7 @@ from torch import Tensor
 from dflash_ext import evaluate, ops, train
 from dflash_ext.acceptance import evaluate_plan, propose
 from dflash_ext.config import DataConfig, TrainConfig
-from dflash_ext.data.conversations import Example
+from dflash_ext.data.corpus import Example
 from dflash_ext.data.packing import BatchPlan, BatchPlanner
 from dflash_ext.drafter import loop
 from dflash_ext.layout import BlockLayout

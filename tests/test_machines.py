@@ -14,7 +14,7 @@ import torch.distributed as dist
 from conftest import tiny_chats
 
 from dflash_ext import train
-from dflash_ext.config import run_command
+from dflash_ext.command import run_command
 from dflash_ext.config_values import UserError
 from dflash_ext.machines import Machines, join_machines
 from dflash_ext.supervisor import RunFailed

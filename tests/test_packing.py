@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_ext.config import DataConfig, TrainConfig, UserError
 from dflash_ext.data.buckets import EpochBatches
-from dflash_ext.data.conversations import Example
+from dflash_ext.data.corpus import Example
 from dflash_ext.data.packing import BatchPlan, BatchPlanner, BatchPrefetcher
 from dflash_ext.layout import BlockLayout
 

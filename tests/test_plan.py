@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflash_ext import plan as plan_module
 from dflash_ext import target_shape, train
-from dflash_ext.config import Config, ModelConfig, UserError, load_config, run_command
+from dflash_ext.command import run_command
+from dflash_ext.config import Config, ModelConfig, UserError, load_config
 from dflash_ext.config_cli import PROJECT_ROOT
 from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.hs_queue import Slot

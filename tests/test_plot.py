@@ -10,7 +10,8 @@ import pytest
 from matplotlib import pyplot as plt
 
 from dflash_ext import plot
-from dflash_ext.config import UserError, run_command
+from dflash_ext.command import run_command
+from dflash_ext.config import UserError
 
 ROWS: plot.Rows = [
     {"step": 0, "eval_accept_len": 1.25},

@@ -15,7 +15,8 @@ import pytest
 from tiny_run import TinyRun
 
 from dflash_ext import checkpoint, monitor, train
-from dflash_ext.config import DataConfig, TrainConfig, run_command
+from dflash_ext.command import run_command
+from dflash_ext.config import DataConfig, TrainConfig
 from dflash_ext.data.corpus import Example
 from dflash_ext.data.packing import BatchPlanner
 from dflash_ext.drafter.loop import DrafterTrainLoop

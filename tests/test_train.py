@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_ext import pipeline, train
-from dflash_ext.config import load_config, run_command
+from dflash_ext.command import run_command
+from dflash_ext.config import load_config
 from dflash_ext.data.packing import BatchPlanner
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.grad_copies import Board

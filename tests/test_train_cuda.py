@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_ext import pipeline, train
-from dflash_ext.config import run_command
+from dflash_ext.command import run_command
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.hs_queue import Slot
 from dflash_ext.target import Target, load_target

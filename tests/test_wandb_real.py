@@ -18,7 +18,8 @@ import wandb  # noqa: F401  for the children
 from fake_wandb_server import FakeWandbServer
 
 from dflash_ext import logger
-from dflash_ext.config import Config, run_command
+from dflash_ext.command import run_command
+from dflash_ext.config import Config
 from dflash_ext.wandb_sink import WandbSink
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dflash_ext import train
-from dflash_ext.config import run_command
+from dflash_ext.command import run_command
 
 
 class TinyRun:

@@ -20,7 +20,6 @@ from dflash_ext.data.corpus import (
     Example,
     Part,
     Rows,
-    dataset_hash,
     part_in_memory,
     part_on_disk,
 )
@@ -31,8 +30,6 @@ from dflash_ext.target_source import cache_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["Corpus", "DataReport", "Example", "dataset_hash", "load_examples", "prompt_and_answer"]
 
 IdsAndMask = tuple[np.ndarray, np.ndarray]
 

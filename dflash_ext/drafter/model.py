@@ -20,13 +20,11 @@ from dflash_ext.drafter.context import ContextSums, Projection
 from dflash_ext.drafter.fused import has_main_grad
 from dflash_ext.drafter.live_rows import LiveRows
 from dflash_ext.drafter.shared_slots import SharedSlots
-from dflash_ext.drafter.spec import DrafterSpec, drafter_spec
+from dflash_ext.drafter.spec import DrafterSpec
 from dflash_ext.ops.dtypes import accumulate_dtype
 
 if TYPE_CHECKING:
     from dflash_ext.target import Target
-
-__all__ = ["ContextKV", "DFlashDraftModel", "DrafterSpec", "FrozenHead", "drafter_spec"]
 
 ContextKV = list[tuple[Tensor, Tensor]]
 
