@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import Case
+from benchmarks.step_peers import liger_loss
 from dflash_ext import ops
 from dflash_ext.ops.draft_loss import default_chunk_rows
 from dflash_ext.ops.draft_loss.naive import draft_loss_stats_naive
@@ -158,15 +159,6 @@ class Inputs:
         losses = [checkpoint(part, *chunk, use_reentrant=False) for chunk in parts]
         torch.stack(losses).sum().backward()
 
-    def liger(self) -> None:
-        from liger_kernel.ops.fused_linear_cross_entropy import (
-            LigerFusedLinearCrossEntropyFunction,
-        )
-
-        self.states.grad = None
-        function = LigerFusedLinearCrossEntropyFunction
-        function.apply(self.states, self.weight, self.picked[0])[0].backward()
-
     def check(self) -> None:
         """Some blocks of a whole call, against fp64; 16-bit ones beside plain torch in 16 bits."""
         self.run()
@@ -209,7 +201,7 @@ def cases_of(shape: Shape, device: torch.device) -> Iterator[Case]:
     if device.type == "cuda" and not shape.options:
         peers["checkpointed chunks"] = inputs.chunks
         if importlib.util.find_spec("liger_kernel") is not None:
-            peers["Liger"] = inputs.liger
+            peers["Liger"] = liger_loss(inputs.states, inputs.weight, inputs.picked[0])[1]
     for name, peer in peers.items():
         yield Case(
             op="draft_loss",

@@ -9,7 +9,6 @@ folder holds metrics.jsonl and export, as one of `dflash_ext.train` does.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -18,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.step_peers import made_on
+from benchmarks.step_peers import made_on, target_modules
 from dflash_ext.acceptance import accept_len, evaluate_plan
-from dflash_ext.command import run_command
+from dflash_ext.command import CommandParser, run_command
 from dflash_ext.config import Config, parse_config, save_config
 from dflash_ext.data.packing import BatchPlan, Ticket
 from dflash_ext.export import write_export
@@ -64,15 +63,9 @@ class PeerRun:
         with made_on(self.device, self.pipeline.dtype):
             self.drafter = DFlashDraftModel(config)
         self.drafter.load_state_dict(self.ours.state_dict())
-        table = nn.Parameter(self.head.head_weight, requires_grad=False)
-        head = nn.Linear(*table.shape[::-1], bias=False, device="meta")
-        head.weight = table
-        embedding = nn.Embedding(*self.head.embed_weight.shape, device="meta")
-        embedding.weight = nn.Parameter(self.head.embed_weight, requires_grad=False)
         return OnlineDFlashModel(
             self.drafter,
-            head,
-            embedding,
+            *target_modules(self.head),
             spec.mask_token_id,
             spec.block_size,
             "sdpa",
@@ -153,7 +146,7 @@ class PeerRun:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", metavar="DIR", help="folder of SpecForge's unpacked wheel")
     arguments, flags = parser.parse_known_args()
     if arguments.peers:

@@ -21,11 +21,11 @@ import torch
 
 from dflash_ext.acceptance import accept_len
 from dflash_ext.command import CommandParser, check_device, check_output_file, run_command
-from dflash_ext.config import DataConfig
-from dflash_ext.data.conversations import load_examples, prompt_and_answer
-from dflash_ext.drafter import DFlashDraftModel, FrozenHead
+from dflash_ext.data.conversations import load_examples
+from dflash_ext.drafter import DFlashDraftModel
+from dflash_ext.evaluate import greedy_text, serving_head, whole_prompts
 from dflash_ext.greedy_text import GreedyTextCache
-from dflash_ext.measure import Answer, NearTie, Text, measure_text
+from dflash_ext.measure import NearTie, measure_text
 from dflash_ext.target import load_target, load_tokenizer, stop_token_ids
 from dflash_ext.target_source import cache_dir, quiet_transformers
 from dflash_ext.zlab import zlab_model_module
@@ -56,37 +56,25 @@ class Decoders:
         tokenizer = load_tokenizer(target)
         spec, info = self.ours.spec, self.target.info
         self.stops = stop_token_ids(info, tokenizer)
-        longest = info.max_position_embeddings or DataConfig().max_length
-        whole = DataConfig(max_length=longest, token_budget=longest, drop_loops=False)
         self.examples, _ = load_examples(
             [str(data)],
             tokenizer,
-            whole,
+            whole_prompts(self.target),
             mask_token_id=spec.mask_token_id,
             vocab_size=info.vocab_size,
         )
-        self.head = FrozenHead(
-            self.target.embed_weight,
-            self.target.head_weight,
-            spec.embed_scale,
-            spec.logit_scale,
-            spec.softcap,
-        )
+        self.head = serving_head(self.ours, self.target)
         self.texts = GreedyTextCache(cache_dir(), self.target.model, self.stops)
 
     def compare(self, index: int, max_new_tokens: int) -> Compared:
         """One prompt; its answer ends at a stop token or at the length limit."""
-        example = self.examples[index]
-        start = max(len(prompt_and_answer(example)[0]), 1)
-        prompt = example.input_ids[:start].tolist()
-        tokens = self.texts.get(prompt, max_new_tokens)
-        answer = Answer(start, start + len(tokens) - 1, start + max_new_tokens)
-        text = Text(prompt + tokens, [answer])
+        text = greedy_text(self.texts, self.examples[index], max_new_tokens)
+        start = text.answers[0].first
         found = measure_text(self.target, self.ours, self.head, text, budgets=())
         theirs = self.module.dflash_generate(
             self.theirs,
             target=self.target.model,
-            input_ids=torch.tensor([prompt], device=self.target.device),
+            input_ids=torch.tensor([text.ids[:start]], device=self.target.device),
             max_new_tokens=max_new_tokens,
             stop_token_ids=self.stops,
             temperature=0.0,

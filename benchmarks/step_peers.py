@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.step_problem import GAMMA, KL, Problem, Terms
+from dflash_ext.drafter import FrozenHead
 
 # Only their servers need these.
 SERVER_MODULES = ("openai", "openai.types", "openai.types.chat", "openai.types.completion")
@@ -73,14 +74,9 @@ def specforge(problem: Problem, *, compiled: bool) -> Peer:
     with made_on(device, problem.hidden.dtype):
         drafter = DFlashDraftModel(config)
     params = load_weights(drafter, problem)
-    table = nn.Parameter(problem.head.head_weight, requires_grad=False)
-    head = nn.Linear(*table.shape[::-1], bias=False, device="meta")
-    embedding = nn.Embedding(*table.shape, device="meta")
-    head.weight = embedding.weight = table
     model = OnlineDFlashModel(
         drafter,
-        head,
-        embedding,
+        *target_modules(problem.head),
         spec.mask_token_id,
         spec.block_size,
         backend,
@@ -154,6 +150,17 @@ def speculators(problem: Problem, terms: Terms, *, losses: str) -> Peer:
         # It divides by the number of slots with a loss, not by the sum of their weights.
         loss_scale=problem.rows / float(problem.plan.weight_sum),
     )
+
+
+def target_modules(head: FrozenHead) -> tuple[nn.Linear, nn.Embedding]:
+    """The target's head and embedding as modules around its tables; one parameter if tied."""
+    table = nn.Parameter(head.head_weight, requires_grad=False)
+    tied = head.embed_weight is head.head_weight
+    linear = nn.Linear(*table.shape[::-1], bias=False, device="meta")
+    linear.weight = table
+    embedding = nn.Embedding(*head.embed_weight.shape, device="meta")
+    embedding.weight = table if tied else nn.Parameter(head.embed_weight, requires_grad=False)
+    return linear, embedding
 
 
 def liger_loss(hidden: Tensor, table: Tensor, labels: Tensor) -> tuple[str, Callable[[], Tensor]]:

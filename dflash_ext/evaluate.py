@@ -74,7 +74,7 @@ def evaluate(
     examples, report = load_examples(
         [str(data)],
         tokenizer,
-        _data_config(target, enable_thinking),
+        whole_prompts(target, enable_thinking),
         mask_token_id=model.spec.mask_token_id,
         vocab_size=target.info.vocab_size,
     )
@@ -85,8 +85,12 @@ def evaluate(
             texts = [given_text(example, stops, max_new_tokens) for example in examples]
         else:
             limit = max_new_tokens or MAX_NEW_TOKENS
-            texts = _greedy_texts(target, examples, stops, limit, progress)
-        head = _head(model, target)
+            cache = GreedyTextCache(cache_dir(), target.model, stops)
+            texts = [
+                greedy_text(cache, example, limit)
+                for example in progress.track(examples, description="greedy text")
+            ]
+        head = serving_head(model, target)
         measured = [
             measure_text(target, model, head, text)
             for text in progress.track(texts, description="acceptance")
@@ -94,7 +98,7 @@ def evaluate(
     return summarise(measured, model.spec.block_size)
 
 
-def _data_config(target: Target, enable_thinking: bool | None) -> DataConfig:
+def whole_prompts(target: Target, enable_thinking: bool | None = None) -> DataConfig:
     """Every prompt counts, whole: nothing is dropped as a loop or cut at a training length."""
     longest = target.info.max_position_embeddings or DataConfig().max_length
     return DataConfig(
@@ -116,7 +120,7 @@ def _check_match(model: DFlashDraftModel, target: Target) -> None:
             raise UserError(f"--drafter: {name}: found {found}, want the target's {wanted}")
 
 
-def _head(model: DFlashDraftModel, target: Target) -> FrozenHead:
+def serving_head(model: DFlashDraftModel, target: Target) -> FrozenHead:
     """The target's tables, scaled as the drafter's config says: that is what serves."""
     return FrozenHead(
         embed_weight=target.embed_weight,
@@ -127,23 +131,13 @@ def _head(model: DFlashDraftModel, target: Target) -> FrozenHead:
     )
 
 
-def _greedy_texts(
-    target: Target,
-    examples: Sequence[Example],
-    stops: Sequence[int],
-    max_new_tokens: int,
-    progress: Progress,
-) -> list[Text]:
-    cache = GreedyTextCache(cache_dir(), target.model, stops)
-    texts = []
-    for example in progress.track(examples, description="greedy text"):
-        start = len(prompt_and_answer(example)[0])
-        prompt = example.input_ids[: max(start, 1)].tolist()  # something to start from
-        tokens = cache.get(prompt, max_new_tokens)
-        first, limit = len(prompt), len(prompt) + max_new_tokens
-        answer = Answer(first, first + len(tokens) - 1, limit)
-        texts.append(Text(prompt + tokens, [answer], example.source))
-    return texts
+def greedy_text(cache: GreedyTextCache, example: Example, max_new_tokens: int) -> Text:
+    """An example's prompt with the target's answer: to a stop token, or to the limit."""
+    first = max(len(prompt_and_answer(example)[0]), 1)  # something to start from
+    prompt = example.input_ids[:first].tolist()
+    tokens = cache.get(prompt, max_new_tokens)
+    answer = Answer(first, first + len(tokens) - 1, first + max_new_tokens)
+    return Text(prompt + tokens, [answer], example.source)
 
 
 def given_text(example: Example, stop_token_ids: Sequence[int], max_new_tokens: int | None) -> Text:
