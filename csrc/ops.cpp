@@ -1,4 +1,4 @@
-// Schemas of every op, the Python module _C and the facts of this build.
+// Schemas of the ops in C++, the Python module _C and the facts of this build.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 

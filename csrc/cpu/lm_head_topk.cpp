@@ -10,13 +10,12 @@
 #include <tuple>
 #include <vector>
 
-#include "check.h"
+#include "lm_head_topk.h"
 #include "row_stats.h"
 
 namespace dflash {
 namespace {
 
-constexpr int64_t kMaxK = 1024;
 // A chunk of rows has all its logits in memory, so that the label's is one of them, bit for bit.
 constexpr int64_t kLogitsBytes = 32 << 20;
 constexpr int64_t kWeightBytes = 16 << 20;  // of the head converted to fp32 at a time
@@ -41,28 +40,13 @@ Outputs lm_head_topk_cpu(const at::Tensor& hidden, const at::Tensor& weight, int
                          std::optional<int64_t> valid_vocab, std::optional<double> softcap,
                          double logit_scale) {
   CHECK_CPU(hidden);
-  CHECK_DIM(hidden, 2);
-  const int64_t num_rows = hidden.size(0), width = hidden.size(1);
   CHECK_CPU(weight);
-  CHECK_DIM(weight, 2);
-  const int64_t vocab = weight.size(0);
-  CHECK_SHAPE(weight, vocab, width);
-  CHECK_SAME_DTYPE(weight, hidden);
-  const auto dtype = hidden.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "hidden: found ",
-              dtype, ", want float, bfloat16 or half");
-  TORCH_CHECK(k >= 1 && k <= kMaxK, "k: found ", k, ", want 1 to ", kMaxK);
-  TORCH_CHECK(vocab >= 1 && vocab <= std::numeric_limits<int32_t>::max(), "weight: found ", vocab,
-              " rows, want 1 to 2^31 - 1");
-  const int64_t valid = valid_vocab.value_or(vocab);
-  TORCH_CHECK(valid >= 1 && valid <= vocab, "valid_vocab: found ", valid, ", want 1 to ", vocab);
-  TORCH_CHECK(!softcap || *softcap > 0, "softcap: found ", softcap.value_or(0), ", want > 0");
+  const int64_t valid = check_lm_head_topk(hidden, weight, k, labels, valid_vocab, softcap);
+  const int64_t num_rows = hidden.size(0), width = hidden.size(1), vocab = weight.size(0);
   const int64_t* label = nullptr;
   at::Tensor labels_c;
   if (labels) {
     CHECK_CPU(*labels);
-    CHECK_DTYPE(*labels, at::kLong);
-    CHECK_SHAPE(*labels, num_rows);
     labels_c = labels->contiguous();
     label = labels_c.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < num_rows; ++i) {
@@ -88,7 +72,7 @@ Outputs lm_head_topk_cpu(const at::Tensor& hidden, const at::Tensor& weight, int
   const int64_t row_bytes = valid * static_cast<int64_t>(sizeof(float));
   const int64_t chunk_rows =
       std::clamp<int64_t>(kLogitsBytes / row_bytes, 1, std::max<int64_t>(num_rows, 1));
-  const bool convert = dtype != at::kFloat;
+  const bool convert = hidden.scalar_type() != at::kFloat;
   const int64_t part_rows =
       convert ? std::clamp<int64_t>(kWeightBytes / (4 * std::max<int64_t>(width, 1)), 1, valid)
               : valid;

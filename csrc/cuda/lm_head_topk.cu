@@ -11,16 +11,14 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <tuple>
 
-#include "check.h"
+#include "lm_head_topk.h"
 #include "lm_head_topk_sm90_launch.cuh"
 
 namespace dflash {
 namespace {
 
-constexpr int64_t kMaxK = 1024;
 // A chunk of rows has all its logits in memory, so that the label's is one of them, bit for bit.
 constexpr int64_t kLogitsBytes = 512 << 20;
 
@@ -49,28 +47,12 @@ Outputs lm_head_topk_cuda(const at::Tensor& hidden, const at::Tensor& weight, in
                           std::optional<int64_t> valid_vocab, std::optional<double> softcap,
                           double logit_scale) {
   CHECK_CUDA(hidden);
-  CHECK_DIM(hidden, 2);
-  const int64_t num_rows = hidden.size(0), width = hidden.size(1);
   CHECK_SAME_DEVICE(weight, hidden);
-  CHECK_DIM(weight, 2);
-  const int64_t vocab = weight.size(0);
-  CHECK_SHAPE(weight, vocab, width);
-  CHECK_SAME_DTYPE(weight, hidden);
-  const auto dtype = hidden.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "hidden: found ",
-              dtype, ", want float, bfloat16 or half");
-  TORCH_CHECK(k >= 1 && k <= kMaxK, "k: found ", k, ", want 1 to ", kMaxK);
-  constexpr int64_t kMostIds = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK(vocab >= 1 && vocab <= kMostIds, "weight: found ", vocab,
-              " rows, want 1 to 2^31 - 1");
-  const int64_t valid = valid_vocab.value_or(vocab);
-  TORCH_CHECK(valid >= 1 && valid <= vocab, "valid_vocab: found ", valid, ", want 1 to ", vocab);
-  TORCH_CHECK(!softcap || *softcap > 0, "softcap: found ", softcap.value_or(0), ", want > 0");
+  const int64_t valid = check_lm_head_topk(hidden, weight, k, labels, valid_vocab, softcap);
+  const int64_t num_rows = hidden.size(0), width = hidden.size(1), vocab = weight.size(0);
   at::Tensor labels_c;
   if (labels) {
     CHECK_SAME_DEVICE(*labels, hidden);
-    CHECK_DTYPE(*labels, at::kLong);
-    CHECK_SHAPE(*labels, num_rows);
     labels_c = labels->contiguous();
   }
 
@@ -114,8 +96,8 @@ Outputs lm_head_topk_cuda(const at::Tensor& hidden, const at::Tensor& weight, in
     const at::Tensor scratch = at::empty({sm90::scratch_bytes(inputs, multiprocessors)},
                                          hidden.options().dtype(at::kByte));
     uint8_t* bytes = scratch.mutable_data_ptr<uint8_t>();
-    const auto launch =
-        dtype == at::kHalf ? sm90::launch_head<__half> : sm90::launch_head<__nv_bfloat16>;
+    const auto launch = hidden.scalar_type() == at::kHalf ? sm90::launch_head<__half>
+                                                          : sm90::launch_head<__nv_bfloat16>;
     C10_CUDA_CHECK(launch(inputs, outputs_from(0), bytes, multiprocessors, stream));
     return outputs;
   }
@@ -128,7 +110,7 @@ Outputs lm_head_topk_cuda(const at::Tensor& hidden, const at::Tensor& weight, in
     const int64_t count = std::min(chunk_rows, num_rows - first);
     at::Tensor chunk = logits.narrow(0, 0, count);
     const at::Tensor rows = hidden.narrow(0, first, count);
-    if (dtype == at::kFloat) {
+    if (hidden.scalar_type() == at::kFloat) {
       at::mm_out(chunk, rows, head);
     } else {
       at::mm_out(chunk, rows, head, at::kFloat);
