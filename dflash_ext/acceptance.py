@@ -21,9 +21,9 @@ from dflash_ext.layout import BlockLayout
 
 if TYPE_CHECKING:
     from dflash_ext.data.packing import BatchPlan
-    from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
+    from dflash_ext.drafter.model import ContextKV, DFlashDraftModel, FrozenHead
 
-ContextKV = list[tuple[Tensor, Tensor]]
+MAX_NGRAM = 3  # of prompt lookup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,6 @@ class Proposals:
     values: Tensor
     indices: Tensor
     logsumexp: Tensor
-
-    @property
-    def drafts(self) -> Tensor:
-        """Greedy proposals [N, P]."""
-        return self.indices[..., 0]
 
 
 @torch.no_grad()
@@ -230,24 +225,18 @@ def _runs(ascending: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def prompt_lookup_lengths(
-    ids: Sequence[int],
-    prompt_len: int,
-    block_size: int,
-    *,
-    max_ngram: int = 3,
-) -> list[int]:
+def prompt_lookup_lengths(ids: Sequence[int], prompt_len: int, block_size: int) -> list[int]:
     """The walk with a prompt-lookup (n-gram) drafter: the baseline that needs no training.
 
     `ids` is prompt and answer; the answer's first token (index `prompt_len`) is the first anchor.
-    The text so far is searched for its own last n tokens, n = max_ngram .. 1; the earliest match of
+    The text so far is searched for its own last n tokens, n = MAX_NGRAM .. 1; the earliest match of
     the longest n proposes the up to block_size - 1 tokens that follow it (rule of Hugging Face's
     PromptLookupCandidateGenerator).
     """
     ids = list(ids)
 
     def accepted_at(anchor: int) -> int:
-        proposal = _lookup(ids[: anchor + 1], max_ngram, block_size - 1)
+        proposal = _lookup(ids[: anchor + 1], block_size - 1)
         accepted = 0
         for drafted, actual in zip(proposal, ids[anchor + 1 :], strict=False):
             if drafted != actual:
@@ -258,8 +247,8 @@ def prompt_lookup_lengths(
     return walk(prompt_len, len(ids) - 1, accepted_at)
 
 
-def _lookup(text: list[int], max_ngram: int, num_proposals: int) -> list[int]:
-    for n in range(min(max_ngram, len(text) - 1), 0, -1):
+def _lookup(text: list[int], num_proposals: int) -> list[int]:
+    for n in range(min(MAX_NGRAM, len(text) - 1), 0, -1):
         suffix = text[-n:]
         for begin in range(len(text) - n):
             if text[begin : begin + n] == suffix:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dflash_ext.config import Config
+from dflash_ext.config_check import SLIDING
 from dflash_ext.config_values import devices_of
 from dflash_ext.data.anchors import anchor_budget
-from dflash_ext.drafter.spec import SLIDING, DrafterSpec
+from dflash_ext.drafter.spec import DrafterSpec
 
 OPTIMIZER_BYTES = 30  # a parameter's traffic in an AdamW step: master, moments, gradient, weight
 ANCHOR_STEP = 64  # to which a proposed max_anchors is rounded

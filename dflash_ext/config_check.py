@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_BLOCK_SIZE = 32  # what block_attention and the per-slot metric words are laid out for
 MAX_SEED = 2**63 - 1
 MAX_WEIGHT = 1000  # of a source of training text: passes in one epoch
-LAYER_TYPES = ("full_attention", "sliding_attention")
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def validate(cfg: Config, *, devices: bool = True) -> None:
@@ -158,10 +158,10 @@ def _check_drafter(drafter: DrafterConfig) -> None:
             f"drafter.layer_types: found {len(types)} entries, want one for each of the "
             f"{drafter.num_layers} layers"
         )
-    unknown = [kind for kind in types or () if kind not in LAYER_TYPES]
+    unknown = [kind for kind in types or () if kind not in (FULL, SLIDING)]
     if unknown:
-        raise UserError(f"drafter.layer_types: found {unknown[0]}, want {' or '.join(LAYER_TYPES)}")
-    sliding, window = "sliding_attention" in (types or ()), drafter.sliding_window
+        raise UserError(f"drafter.layer_types: found {unknown[0]}, want {FULL} or {SLIDING}")
+    sliding, window = SLIDING in (types or ()), drafter.sliding_window
     if sliding and window is None:
         raise UserError(
             "drafter.sliding_window: found null, want a size (layer_types has sliding_attention)"

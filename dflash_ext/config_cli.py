@@ -20,7 +20,14 @@ from dflash_ext.config import (
     unknown_field,
     validate,
 )
-from dflash_ext.config_values import UserError, read_yaml, shown, split_weight, type_name
+from dflash_ext.config_values import (
+    HUB_PREFIX,
+    UserError,
+    read_yaml,
+    shown,
+    split_weight,
+    type_name,
+)
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = "configs/smollm2_cpu.yaml"
@@ -70,7 +77,7 @@ def _find_text(entry: str) -> str:
     """An entry of data.train or data.eval with its file found."""
     name = split_weight(entry)[1]
     # An empty name is for `validate` to refuse: as a path it is the working folder.
-    found = name if not name.strip() or name.startswith("hf:") else str(_find(name))
+    found = name if not name.strip() or name.startswith(HUB_PREFIX) else str(_find(name))
     return f"{entry.partition('*')[0].strip()} * {found}" if name != entry else found
 
 

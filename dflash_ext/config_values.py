@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
+HUB_PREFIX = "hf:"  # of a data set's name
+
 
 class UserError(Exception):
     """Bad configuration or input. The message is one line: ``place: found X, want Y``."""

@@ -8,7 +8,8 @@ copy the fallbacks, too: a value that is left out is not an error there but anot
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from dflash_ext.drafter.spec import FULL, SLIDING, DrafterSpec
+from dflash_ext.config_check import FULL, SLIDING
+from dflash_ext.drafter.spec import DrafterSpec
 
 Reading = dict[str, Any]
 
@@ -49,10 +50,10 @@ def read_like_zlab(config: dict[str, Any]) -> Reading:
     if "num_target_layers" not in config:
         raise RefusedError("no num_target_layers (its formula for layer ids is always evaluated)")
     layers = range(config["num_hidden_layers"])
-    ids = value("target_layer_ids", _formula(config["num_target_layers"], len(layers)))
+    ids = value("target_layer_ids", zlab_layer_ids(config["num_target_layers"], len(layers)))
     cap = value("final_logit_softcapping")
     return {
-        **_common(normal, config),
+        **_common(config),
         "block_size": int(value("block_size", 16)),
         "target_layer_ids": list(ids),
         "num_target_layers": config["num_target_layers"],
@@ -84,7 +85,7 @@ def read_like_vllm(config: dict[str, Any]) -> Reading:
     explicit = config.get("is_causal")
     explicit = nested.get("causal") if explicit is None else explicit
     return {
-        **_common(normal, config),
+        **_common(config),
         "target_layer_ids": [i - 1 for i in aux],
         "mask_token_id": nested.get("mask_token_id", config.get("mask_token_id")),
         "windows": [_vllm_window(normal, nested, i) for i in layers],
@@ -106,7 +107,7 @@ def read_like_sglang(config: dict[str, Any]) -> Reading:
 
     depth = value("num_target_layers") or len(layers)
     ids = value("target_layer_ids")
-    ids = _formula(depth, len(layers)) if ids is None else ids
+    ids = zlab_layer_ids(depth, len(layers)) if ids is None else ids
     if any(not 0 <= i < depth for i in ids):
         raise RefusedError(f"layer ids {ids} outside of {depth} target layers")
     if config.get("hidden_act", "silu") != "silu":
@@ -115,7 +116,7 @@ def read_like_sglang(config: dict[str, Any]) -> Reading:
         raise RefusedError("sliding layers without a sliding_window")
     neox = config.get("rope_is_neox_style", config.get("is_neox_style", True))
     return {
-        **_common(normal, config),
+        **_common(config),
         "block_size": value("block_size") or 16,
         "target_layer_ids": list(ids),
         "num_target_layers": depth,
@@ -190,7 +191,7 @@ def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": types}
 
 
-def _common(normal: dict[str, Any], config: dict[str, Any]) -> Reading:
+def _common(config: dict[str, Any]) -> Reading:
     heads = config["num_attention_heads"]
     return {
         "heads": (heads, config.get("num_key_value_heads", 32), config.get("head_dim", 128)),
@@ -223,7 +224,7 @@ def _theta(config: dict[str, Any], default: float) -> float:
     return rope.get("rope_theta", config.get("rope_theta", default))
 
 
-def _formula(num_target_layers: int, num_layers: int) -> list[int]:
+def zlab_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
     """z-lab's `build_target_layer_ids`, where a config names no layers."""
     if num_layers == 1:
         return [num_target_layers // 2]

@@ -137,7 +137,7 @@ def greedy_text(cache: GreedyTextCache, example: Example, max_new_tokens: int) -
     prompt = example.input_ids[:first].tolist()
     tokens = cache.get(prompt, max_new_tokens)
     answer = Answer(first, first + len(tokens) - 1, first + max_new_tokens)
-    return Text(prompt + tokens, [answer], example.source)
+    return Text(prompt + tokens, [answer])
 
 
 def given_text(example: Example, stop_token_ids: Sequence[int], max_new_tokens: int | None) -> Text:
@@ -159,7 +159,7 @@ def given_text(example: Example, stop_token_ids: Sequence[int], max_new_tokens: 
         else:
             limit = sys.maxsize if ids[last] in stop_token_ids else last + 1
         answers.append(Answer(first, last, limit))
-    return Text(ids, answers, example.source)
+    return Text(ids, answers)
 
 
 def summarise(measured: Sequence[Measurement], block_size: int) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_ext.config_check import FULL, SLIDING
 from dflash_ext.drafter.model import DFlashDraftModel
-from dflash_ext.drafter.spec import FULL, SLIDING, DrafterSpec
+from dflash_ext.drafter.spec import DrafterSpec
 from dflash_ext.engine_readers import READERS, RefusedError, served, sglang_names, vllm_names
 from dflash_ext.export import check_tensors, read_config, read_export
 
@@ -248,9 +249,9 @@ def _check_outputs(folder: Path, model: DFlashDraftModel, stored: torch.dtype) -
         raise ExportError(f"{folder}: found other outputs than those of the model")
 
 
-def _probe(model: DFlashDraftModel, context: int = 20) -> Tensor:
+def _probe(model: DFlashDraftModel) -> Tensor:
     """Outputs of two blocks over a random context."""
-    spec, generator = model.spec, torch.Generator().manual_seed(0)
+    context, spec, generator = 20, model.spec, torch.Generator().manual_seed(0)
     dtype = next(model.parameters()).dtype
 
     def noise(*shape: int) -> Tensor:

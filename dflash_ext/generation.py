@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from dflash_ext.data.assistant_mask import apply_template, template_options
 from dflash_ext.data.rows import checked_messages, checked_tools
+from dflash_ext.greedy_text import new_cache
 from dflash_ext.target import Target, stop_token_ids
 
 Messages = Sequence[Mapping[str, object]]
@@ -68,8 +68,6 @@ class TargetGenerator:
         self.max_new_tokens = max_new_tokens
         self.batch_size = batch_size
         self.enable_thinking = enable_thinking
-        parameters = inspect.signature(type(target.model).forward).parameters
-        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.stop_ids = torch.tensor(stop_token_ids(target.info, tokenizer), device=target.device)
 
     def answers(self, prompts: Iterable[Prompt]) -> Iterator[Answer]:
@@ -118,13 +116,14 @@ class TargetGenerator:
         ids, mask = ids.to(device), mask.to(device)
         positions = (mask[:, :length].cumsum(1) - 1).clamp_min(0)
 
-        cache = DynamicCache(config=self.target.model.config)
+        argument = new_cache(self.target.model)
+        (cache,) = argument.values()
         compact = all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
         tokens: list[list[int]] = [[] for _ in prompts]
         rows = list(range(len(prompts)))  # the prompt behind each row of the batch
         alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
         for step in range(limit):
-            logits = self._forward(ids, mask[:, : length + step], positions, cache)
+            logits = self._forward(ids, mask[:, : length + step], positions, argument)
             new = logits.argmax(-1)
             for row, token, going in zip(rows, new.tolist(), alive.tolist(), strict=True):
                 if going:
@@ -142,7 +141,9 @@ class TargetGenerator:
                 rows = [rows[i] for i in going.tolist()]
         return tokens
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def _forward(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: dict[str, DynamicCache]
+    ) -> Tensor:
         """Logits [B, V] of the last position; `cache` grows in place."""
         out = self.target.model(
             input_ids=ids,
@@ -150,6 +151,6 @@ class TargetGenerator:
             position_ids=positions,
             use_cache=True,
             logits_to_keep=1,
-            **{self.cache_argument: cache},
+            **cache,
         )
         return out.logits[:, -1]

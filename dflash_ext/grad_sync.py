@@ -74,7 +74,7 @@ class GradSync:
         board: the same one for all ranks, if they are threads of one process (``make_board``): they
             then sum by copies (``CopiedSums``) instead of by a library, and meet there.
 
-    Raises (``connect``, ``all_reduce``, ``start``, ``finish``, ``barrier``):
+    Raises (``connect``, ``all_reduce``, ``start``, ``finish``):
         RuntimeError: names this rank and, where known, the ranks that did not come, when another
             rank stays away longer than ``timeout_s``, fails (both SyncError), or ``stop`` is set.
     """
@@ -220,25 +220,11 @@ class GradSync:
                 raise SyncError(f"rank {self.rank}: {what} failed: rank {rank} is at its {theirs}")
         return [value for _, value in shown]
 
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-        if self.world == 1:
-            return
-        self._connected()
-        if self._on_gpu or self._board is not None:
-            self._meet("barrier")
-        else:
-            self._wait(self._start_sum(torch.zeros(1)), "barrier")
-
     def _connected(self) -> Any:
         """The group."""
         if self._group is None:
             raise RuntimeError(f"rank {self.rank}: not connected")
         return self._group
-
-    def abort(self) -> None:
-        """Makes every rank that shares ``stop`` leave its wait. Any thread may call it."""
-        self._stop.set()
 
     def close(self) -> None:
         """Leaves the group without waiting for a rank that failed; later calls raise RuntimeError.

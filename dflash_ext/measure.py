@@ -41,7 +41,6 @@ class Text:
 
     ids: list[int]
     answers: list[Answer]
-    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

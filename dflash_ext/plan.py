@@ -24,8 +24,7 @@ from dflash_ext.dtypes import DTYPES
 from dflash_ext.grad_sync import COPIED_BYTES
 from dflash_ext.ops.draft_loss import CHUNK_BYTES, default_chunk_rows
 from dflash_ext.placement import split_evenly
-from dflash_ext.target import TargetInfo
-from dflash_ext.target_choices import FAMILY_MASK_TOKEN_ID, layers_and_mask
+from dflash_ext.target_choices import family_mask, layers_and_mask
 from dflash_ext.target_shape import TargetShape, read_target_shape
 
 GIB = 2**30
@@ -54,7 +53,7 @@ class Plan:
         info = self.target.info
         self.start = start_spec(cfg.drafter)
         # Without a tokenizer the mask token may not be known yet; no size depends on it.
-        ids, mask = layers_and_mask(cfg, info, self.start, lambda: _family_mask(info))
+        ids, mask = layers_and_mask(cfg, info, self.start, lambda: family_mask(info) or 0)
         self.spec = drafter_spec(cfg, info, mask, ids, self.start)
         check_drafter(cfg, self.spec, starting)
         self.item = DTYPES[cfg.model.dtype].itemsize
@@ -129,27 +128,28 @@ class Plan:
         row += spec.hidden_size * (2 * self.item + 4)
         return self.cfg.data.token_budget * row
 
+    def _group_rows(self) -> int:
+        anchors = anchor_budget(self.cfg.train, self.cfg.data)
+        return min(self.cfg.train.anchor_group or anchors, anchors) * self.spec.block_size
+
     def _group_activations(self) -> int:
         """What the backward pass of a group of anchors needs of each row and layer."""
-        spec, train = self.spec, self.cfg.train
-        anchors = anchor_budget(train, self.cfg.data)
-        rows = min(train.anchor_group or anchors, anchors) * spec.block_size
+        spec = self.spec
         queries = spec.num_attention_heads * spec.head_dim
         keys_values = 2 * spec.num_key_value_heads * spec.head_dim
         hidden, mlp = spec.hidden_size, spec.intermediate_size
         layer = 4 * hidden + 2 * (queries + keys_values) + queries + 3 * mlp
         passing = 3 * hidden + 3 * mlp  # gradients of the layer in work
-        if train.recompute:
+        if self.cfg.train.recompute:
             values = spec.num_layers * 2 * hidden + layer + passing
         else:
             values = spec.num_layers * layer + passing
-        return rows * values * self.item
+        return self._group_rows() * values * self.item
 
     def _loss_scratch(self) -> int:
         """Logits of a chunk (with a teacher its own too) and the gradient of all rows in fp32."""
         train, info = self.cfg.train, self.target.info
-        anchors = anchor_budget(train, self.cfg.data)
-        rows = min(train.anchor_group or anchors, anchors) * self.spec.block_size
+        rows = self._group_rows()
         device = self.cfg.topology.drafters[0].partition(":")[0]
         chunk = train.loss_chunk_rows or default_chunk_rows(
             device, info.vocab_size, self.item, teacher=False
@@ -327,8 +327,3 @@ def _gpu_limit(topology: TopologyConfig, device: str, starting: bool) -> int | N
         elif not limits:
             limits.append(torch.cuda.get_device_properties(index).total_memory)
     return min(limits, default=None)
-
-
-def _family_mask(info: TargetInfo) -> int:
-    known = [i for name, i in FAMILY_MASK_TOKEN_ID.items() if info.model_type.startswith(name)]
-    return next((i for i in known if i < info.vocab_size), 0)

@@ -204,10 +204,6 @@ class Supervisor:
             first_line = str(error).partition("\n")[0]
             raise RunFailed(f"{place}: {type(error).__name__}: {first_line}") from error
 
-    def stuck(self) -> list[str]:
-        """Names of the threads that did not end in time."""
-        return [w.name for w in self._workers if w.thread is not None and w.thread.is_alive()]
-
     # -- private -------------------------------------------------------------------------------
 
     def _body(self, worker: Worker) -> None:

@@ -10,6 +10,7 @@ from dflash_ext.config import Config, UserError
 from dflash_ext.config_check import check_layer_ids
 from dflash_ext.drafter.init import check_start
 from dflash_ext.drafter.spec import DrafterSpec
+from dflash_ext.engine_readers import zlab_layer_ids
 from dflash_ext.target import TargetInfo
 
 # Embedding rows that published drafters of a family use as their mask token, by the first prefix
@@ -44,14 +45,11 @@ def layers_and_mask(
 
 
 def default_target_layer_ids(num_layers: int, n: int) -> list[int]:
-    """z-lab's choice of `n` captured layers of a target of `num_layers` (build_target_layer_ids).
+    """z-lab's choice of `n` captured layers of a target of `num_layers`.
 
     Raises UserError if the target is too shallow for n distinct layers.
     """
-    if n == 1:
-        return [num_layers // 2]
-    span = num_layers - 4
-    ids = [round(1 + i * span / (n - 1)) for i in range(n)]
+    ids = zlab_layer_ids(num_layers, n)
     if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
         raise UserError(
             f"drafter.num_layers: found {n} with a target of {num_layers} layers, want fewer, or "
@@ -60,19 +58,21 @@ def default_target_layer_ids(num_layers: int, n: int) -> list[int]:
     return ids
 
 
-def pick_mask_token_id(
-    info: TargetInfo, tokenizer: PreTrainedTokenizerBase, template: str | None = None
-) -> int:
+def family_mask(info: TargetInfo) -> int | None:
+    """The mask token's id known for the model family, if the target's table has it."""
+    known = (i for name, i in FAMILY_MASK_TOKEN_ID.items() if info.model_type.startswith(name))
+    return next((i for i in known if i < info.vocab_size), None)
+
+
+def pick_mask_token_id(info: TargetInfo, tokenizer: PreTrainedTokenizerBase) -> int:
     """The mask token of a drafter whose config names none.
 
     The id known for the model family, else the first special token that is neither bos, eos, pad,
-    unk nor used by the chat template (`template`, default: the tokenizer's own). Raises UserError
-    if there is none.
+    unk nor used by the chat template. Raises UserError if there is none.
     """
-    for family, known in FAMILY_MASK_TOKEN_ID.items():
-        if info.model_type.startswith(family) and known < info.vocab_size:
-            return known
-    text = template if template is not None else str(tokenizer.chat_template or "")
+    if (known := family_mask(info)) is not None:
+        return known
+    text = str(tokenizer.chat_template or "")
     taken = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     taken |= {tokenizer.unk_token_id, info.bos_token_id, info.pad_token_id, *info.eos_token_ids}
     for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):

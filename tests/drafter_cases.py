@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dflash_ext.config import DataConfig, TrainConfig
+from dflash_ext.config_check import FULL, SLIDING
 from dflash_ext.data.corpus import Example
 from dflash_ext.data.packing import BatchPlan, BatchPlanner
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec, FrozenHead
-from dflash_ext.drafter.spec import FULL, SLIDING
 
 HIDDEN, VOCAB, MASK = 32, 96, 95
 MIXES = {

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dflash_ext.config import Config, DataConfig, LogConfig, TrainConfig
+from dflash_ext.config_check import FULL, SLIDING
 from dflash_ext.data.corpus import Example
 from dflash_ext.data.packing import BatchPlan, BatchPlanner, Ticket
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec, FrozenHead
 from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.drafter.loss import Objective
-from dflash_ext.drafter.spec import FULL, SLIDING
 from dflash_ext.grad_sync import GradSync
 from dflash_ext.hs_queue import Slot
 from dflash_ext.metrics import MetricStream

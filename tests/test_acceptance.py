@@ -132,7 +132,7 @@ def test_proposals_do_not_depend_on_the_group(bench: tiny_drafter.Bench) -> None
     args = (drafter, bench.head, ctx_kv, ids[anchors])
     one = propose(*args, torch.zeros_like(anchors), anchors, k=2, group=1)
     many = propose(*args, torch.zeros_like(anchors), anchors, k=2, group=64)
-    assert one.drafts.shape == (29, drafter.spec.block_size - 1)
+    assert one.indices.shape == (29, drafter.spec.block_size - 1, 2)
     assert torch.equal(one.indices, many.indices)
     torch.testing.assert_close(one.values, many.values)
     torch.testing.assert_close(one.logsumexp, many.logsumexp)

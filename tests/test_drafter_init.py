@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dflash_ext.config import Config, DrafterConfig, UserError
+from dflash_ext.config_check import FULL, SLIDING
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec, FrozenHead, drafter_spec
 from dflash_ext.drafter.init import PROBE_TOKENS
-from dflash_ext.drafter.spec import FULL, SLIDING
 from dflash_ext.target import Target, load_target
 
 BLOCK = 4

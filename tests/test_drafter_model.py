@@ -17,9 +17,9 @@ from drafter_cases import (
 )
 
 from dflash_ext.config import UserError
+from dflash_ext.config_check import FULL, SLIDING
 from dflash_ext.drafter import DFlashDraftModel
 from dflash_ext.drafter.attention import rope_tables
-from dflash_ext.drafter.spec import FULL, SLIDING
 
 pytestmark = pytest.mark.usefixtures("nan_poison")
 ALL_MIXES = pytest.mark.parametrize("mix", MIXES)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from dflash_ext import export
 from dflash_ext.config import UserError
+from dflash_ext.config_check import FULL, SLIDING
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec
-from dflash_ext.drafter.spec import FULL, SLIDING
 from dflash_ext.export import check_replaceable, read_config, write_export
 from dflash_ext.export_check import check_export
 

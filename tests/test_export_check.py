@@ -12,7 +12,7 @@ from drafter_cases import random_model
 from export_cases import SPECS, drop, edit_config, edit_tensors, rename, transform
 
 from dflash_ext.config import UserError
-from dflash_ext.drafter.spec import FULL, SLIDING
+from dflash_ext.config_check import FULL, SLIDING
 from dflash_ext.engine_readers import (
     READERS,
     RefusedError,

@@ -153,16 +153,18 @@ def test_rank_that_fails_between_start_and_finish_is_named(monkeypatch: pytest.M
 
 
 def test_stop_frees_ranks_that_wait() -> None:
+    stop = threading.Event()
+
     def body(sync: GradSync) -> None:
         sync.all_reduce([torch.ones(1000)])
         if sync.rank == 1:
             time.sleep(0.2)
-            sync.abort()
+            stop.set()
             raise ZeroDivisionError("rank 1 is broken")
         sync.all_reduce([torch.ones(1000)])
 
     begin = time.monotonic()
-    _, errors = run_ranks(2, body, stop=threading.Event(), timeout_s=60, board=Board(2))
+    _, errors = run_ranks(2, body, stop=stop, timeout_s=60, board=Board(2))
     assert str(errors[0]) == "rank 0: left the all-reduce, the run is stopping"
     assert isinstance(errors[1], ZeroDivisionError)
     assert time.monotonic() - begin < 10.0
@@ -172,23 +174,23 @@ def test_ranks_at_different_places_are_named() -> None:
     def body(sync: GradSync) -> None:
         sync.all_reduce([torch.ones(2)])  # the first also compares shapes
         if sync.rank == 1:
-            sync.barrier()
+            sync._meet("meeting")
         else:
             sync.all_reduce([torch.ones(2)])
 
     _, errors = run_ranks(3, body, board=Board(3), timeout_s=2.0)
-    assert str(errors[0]) == "rank 0: all-reduce failed: rank 1 is at its barrier"
-    assert str(errors[1]) == "rank 1: barrier failed: rank 0 is at its all-reduce"
-    assert str(errors[2]) == "rank 2: all-reduce failed: rank 1 is at its barrier"
+    assert str(errors[0]) == "rank 0: all-reduce failed: rank 1 is at its meeting"
+    assert str(errors[1]) == "rank 1: meeting failed: rank 0 is at its all-reduce"
+    assert str(errors[2]) == "rank 2: all-reduce failed: rank 1 is at its meeting"
 
 
-def test_barrier_and_calls_out_of_turn() -> None:
+def test_meeting_and_calls_out_of_turn() -> None:
     arrived = []
 
     def body(sync: GradSync) -> int:
         time.sleep(0.1 * sync.rank)
         arrived.append(sync.rank)
-        sync.barrier()
+        sync._meet("meeting")
         seen = len(arrived)
         sync.close()
         with pytest.raises(RuntimeError, match=f"rank {sync.rank}: not connected"):

@@ -228,22 +228,8 @@ def test_one_rank_does_nothing() -> None:
     sync.connect()
     grads = gradients(0, 0)
     sync.all_reduce(grads)
-    sync.barrier()
     sync.close()
     assert all(torch.equal(a, b) for a, b in zip(grads, gradients(0, 0), strict=True))
-
-
-def test_barrier_waits_for_all() -> None:
-    arrived = []
-
-    def body(sync: GradSync) -> int:
-        time.sleep(0.15 * sync.rank)
-        arrived.append(sync.rank)
-        sync.barrier()
-        return len(arrived)
-
-    results, _ = run_ranks(3, body)
-    assert results == [3, 3, 3]
 
 
 def test_group_over_tcp_store() -> None:

@@ -35,13 +35,13 @@ def test_rendezvous_times_out() -> None:
 
 
 def test_stop_frees_ranks_that_wait_for_a_sum() -> None:
-    left_after = []
+    left_after, stop = [], threading.Event()
 
     def body(sync: GradSync) -> None:
         sync.all_reduce([torch.ones(1000)])
         if sync.rank == 1:
             time.sleep(0.3)
-            sync.abort()
+            stop.set()
             time.sleep(1.0)  # keeps its connections: only the event can free the others
             raise ZeroDivisionError("rank 1 is broken")
         start = time.monotonic()
@@ -50,7 +50,7 @@ def test_stop_frees_ranks_that_wait_for_a_sum() -> None:
         finally:
             left_after.append(time.monotonic() - start)
 
-    _, errors = run_ranks(3, body, stop=threading.Event(), timeout_s=60)
+    _, errors = run_ranks(3, body, stop=stop, timeout_s=60)
     assert str(errors[0]) == "rank 0: left the all-reduce, the run is stopping"
     assert isinstance(errors[1], ZeroDivisionError)
     assert str(errors[2]) == "rank 2: left the all-reduce, the run is stopping"
@@ -111,12 +111,12 @@ def test_closing_right_after_the_last_sum_hurts_nobody() -> None:
 
 def test_use_before_connect_and_after_close() -> None:
     with pytest.raises(RuntimeError, match="rank 0: not connected"):
-        GradSync(0, 2, make_store()).barrier()
+        GradSync(0, 2, make_store())._start_sum(torch.ones(1))
 
     def body(sync: GradSync) -> None:
-        sync.barrier()
+        sync.all_reduce([torch.ones(1)])
         sync.close()
-        sync.barrier()
+        sync.all_reduce([torch.ones(1)])
 
     _, errors = run_ranks(2, body)
     assert [str(error) for error in errors] == ["rank 0: not connected", "rank 1: not connected"]

@@ -81,7 +81,7 @@ def test_evaluation_plan(bench: tiny_drafter.Bench, calls: list[Call]) -> None:
     labels, weights, ends = plan.labels[real], plan.weights[real], plan.ctx_end[real]
     found = propose(bench.drafter, bench.head, ctx_kv, labels[:, 0], plan.ctx_start[real], ends)
     supervised = (weights[:, 1:] > 0).long().cumprod(1)
-    right = (found.drafts == labels[:, 1:]).long().cumprod(1)
+    right = (found.indices[..., 0] == labels[:, 1:]).long().cumprod(1)
     # A slot is a row of its group's call where it is supervised and all slots before it are right.
     asked = supervised * torch.cat([torch.ones_like(right[:, :1]), right[:, :-1]], 1)
     rows = [asked[begin : begin + 25].sum(0) for begin in (0, 25, 50)]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dflash_ext import ops
+from dflash_ext.config_check import MAX_BLOCK_SIZE
 from dflash_ext.ops.metric_add import MAX_BLOCK, NUM_WORDS, SCALE, WORD, new_accumulator
 from dflash_ext.ops.metric_add.naive import metric_add_naive
 
@@ -60,6 +61,7 @@ def test_equals_naive_bit_for_bit(blocks, block_size, measured, device):
 
 
 def test_layout_covers_every_word_once():
+    assert MAX_BLOCK == MAX_BLOCK_SIZE
     spans = sorted((i, MAX_BLOCK if n.startswith("slot_") else 1) for n, i in WORD.items())
     covered = [w for start, length in spans for w in range(start, start + length)]
     assert covered == list(range(NUM_WORDS))

@@ -123,7 +123,7 @@ def test_evaluation_between_replays_changes_no_bit() -> None:
         with torch.no_grad():
             ctx_kv = model.context(hidden, torch.arange(TOKENS, device="cuda"))
         ends = torch.arange(10, 60, device="cuda")
-        drafts.append(propose(model, head, ctx_kv, ends, ends * 0, ends).drafts.cpu())
+        drafts.append(propose(model, head, ctx_kv, ends, ends * 0, ends).indices.cpu())
 
     assert_same(run(loops[0], evaluate), run(loops[1]))
     assert len(drafts) == 10

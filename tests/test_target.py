@@ -323,12 +323,12 @@ def test_mask_token_is_the_first_unused_special_token(target: Target) -> None:
     tokenizer = tiny_tokenizer()
     assert pick_mask_token_id(target.info, tokenizer) == id_of("<|mask|>")
     # Another template that leaves <|im_start|> free.
-    template = "{{ messages }}"
-    assert pick_mask_token_id(target.info, tokenizer, template) == id_of("<|im_start|>")
+    tokenizer.chat_template = "{{ messages }}"
+    assert pick_mask_token_id(target.info, tokenizer) == id_of("<|im_start|>")
 
 
 def test_no_mask_token_left(target: Target) -> None:
     tokenizer = tiny_tokenizer()
-    template = f"{tokenizer.chat_template}<|mask|>"
+    tokenizer.chat_template += "<|mask|>"
     with pytest.raises(UserError, match=r"drafter\.mask_token_id: .* no unused special token"):
-        pick_mask_token_id(target.info, tokenizer, template)
+        pick_mask_token_id(target.info, tokenizer)

@@ -19,11 +19,9 @@ from typing import Any, Protocol
 
 from dflash_ext.config import UserError
 from dflash_ext.config_values import shown
-from dflash_ext.data.rows import short
+from dflash_ext.data.rows import Row, short
 from dflash_ext.files import sha256_of
 from dflash_ext.target_source import quiet_hub
-
-Row = Mapping[str, object]
 
 _BOM = b"\xef\xbb\xbf"
 _CHUNK = 1 << 20

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dflash_ext.config import DataConfig, UserError
-from dflash_ext.data.assistant_mask import EncodedChat, encode_chat, runs
+from dflash_ext.data.assistant_mask import EncodedChat, Message, encode_chat, runs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = Mapping[str, object]
-Message = Mapping[str, object]
 
 # What a message may have in place of a content; without either, templates print "None", or fail.
 _INSTEAD_OF_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking", "function_call")

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_ext.config import UserError
-from dflash_ext.config_values import split_weight
+from dflash_ext.config_values import HUB_PREFIX, split_weight
 from dflash_ext.data.readers import FileShard, Shard, folder_shards, load_dataset_shard
 
-HUB_PREFIX = "hf:"
 _COLON = re.compile(r":(?![^\[]*\])")  # not those of a slice: train[:1000]
 
 

@@ -248,8 +248,3 @@ class _QKVNormRope(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dqkv = ctx.heads.backward(*grads, *ctx.saved_tensors)
         return dqkv, None, *[None] * len(ctx.heads.weights)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of gate_up [..., 2F], the gates first: [..., F]."""
-    return ops.swiglu(gate_up)

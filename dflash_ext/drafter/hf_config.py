@@ -7,8 +7,9 @@ and nothing that this implementation would compute differently is passed over.
 from collections.abc import Sequence
 from typing import Any
 
+from dflash_ext.config_check import FULL, MAX_BLOCK_SIZE, SLIDING
 from dflash_ext.config_values import UserError, shown
-from dflash_ext.drafter.spec import FULL, SLIDING, DrafterSpec, SpecError
+from dflash_ext.drafter.spec import DrafterSpec, SpecError
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -22,7 +23,7 @@ _WHOLE = {
     "head_dim": (2, 1 << 14),
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (0, 1 << 40),
-    "block_size": (2, 32),
+    "block_size": (2, MAX_BLOCK_SIZE),
     "mask_token_id": (0, (1 << 24) - 1),
     "num_target_layers": (1, 1 << 14),
     "sliding_window": (1, 1 << 40),

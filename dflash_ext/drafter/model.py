@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dflash_ext import ops
 from dflash_ext.drafter import fused
 from dflash_ext.drafter.attention import DraftAttention, Linear, RMSNorm, Rope, rope_tables
 from dflash_ext.drafter.context import ContextSums, Projection
@@ -41,7 +42,7 @@ class DraftMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if has_main_grad(self.gate_proj.weight):
             gate_up = fused.linear(x, self.gate_proj.weight, self.up_proj.weight)
-            return self.down_proj(fused.swiglu(gate_up))
+            return self.down_proj(ops.swiglu(gate_up))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -98,10 +99,10 @@ class DFlashDraftModel(nn.Module):
     and no part of the model. `recompute` keeps only each layer's input for the backward pass.
     """
 
-    def __init__(self, spec: DrafterSpec, *, recompute: bool = False) -> None:
+    def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.recompute = recompute
+        self.recompute = False
         features = len(spec.target_layer_ids) * spec.hidden_size
         self.fc = Linear(features, spec.hidden_size)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)

@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash_ext.config_check import MAX_BLOCK_SIZE
+from dflash_ext.config_check import FULL, MAX_BLOCK_SIZE, SLIDING
 from dflash_ext.config_values import UserError, shown
 from dflash_ext.layout import BlockLayout
 
 if TYPE_CHECKING:
     from dflash_ext.config import Config
     from dflash_ext.target import TargetInfo
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class SpecError(UserError):
