@@ -33,6 +33,7 @@ from dflash_ext.command import CommandParser, run_command
 from dflash_ext.config import DataConfig, UserError, load_config
 from dflash_ext.data.conversations import load_examples
 from dflash_ext.logger import read_metrics
+from dflash_ext.run_folder import CONFIG, EXPORT, METRICS
 from dflash_ext.target import load_tokenizer
 
 OURS, PEER = "ours", "specforge"
@@ -78,7 +79,7 @@ class Settings:
         return self.folder / "runs" / name
 
     def export(self, name: str) -> Path:
-        return self.run_dir(name) / "export"
+        return self.run_dir(name) / EXPORT
 
     @property
     def shards(self) -> list[Path]:
@@ -144,7 +145,7 @@ def training_flags(settings: Settings, name: str) -> list[str]:
 
 def trained(settings: Settings, name: str) -> bool:
     """Whether a run has come to its last evaluation."""
-    rows = settings.run_dir(name) / "metrics.jsonl"
+    rows = settings.run_dir(name) / METRICS
     last = read_metrics(rows)[-1:] if rows.exists() else []
     done = bool(last) and last[0]["step"] == settings.steps and "eval_accept_len" in last[0]
     return done and settings.export(name).exists()
@@ -154,7 +155,7 @@ def train(settings: Settings) -> None:
     commands: dict[str, list[object]] = {}
     if not trained(settings, OURS):
         commands["train_ours"] = ["dflash_ext.train", *training_flags(settings, OURS)]
-        if (settings.run_dir(OURS) / "config.yaml").exists():
+        if (settings.run_dir(OURS) / CONFIG).exists():
             commands["train_ours"].append("--resume")
     if settings.peers and not trained(settings, PEER):
         words = ["benchmarks.quality_specforge", "--peers", settings.peers]
@@ -212,7 +213,7 @@ def report(settings: Settings) -> None:
 
 
 def run_config(settings: Settings) -> Path:
-    return settings.run_dir(OURS) / "config.yaml"
+    return settings.run_dir(OURS) / CONFIG
 
 
 def text_facts(settings: Settings) -> dict[str, Any]:
@@ -232,7 +233,7 @@ def figures(settings: Settings, name: str) -> dict[str, Any]:
     kept = ("accept_len", "accept_len_pooled", "histogram", "acc_k", "ddtree", "prompt_lookup")
     curve = [
         (row["step"], row["eval_accept_len"])
-        for row in read_metrics(settings.run_dir(name) / "metrics.jsonl")
+        for row in read_metrics(settings.run_dir(name) / METRICS)
         if "eval_accept_len" in row
     ]
     return {**{key: found[key] for key in kept}, "curve": curve}

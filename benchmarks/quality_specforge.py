@@ -27,6 +27,7 @@ from dflash_ext.hs_queue import Slot
 from dflash_ext.logger import MetricsFile
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.pipeline import Pipeline
+from dflash_ext.run_folder import CONFIG, EXPORT, METRICS
 
 
 class PeerRun:
@@ -74,7 +75,7 @@ class PeerRun:
 
     def run(self) -> None:
         """All steps, with evaluations where our run has them; metrics.jsonl and export."""
-        pipeline, rows = self.pipeline, MetricsFile(self.run_dir / "metrics.jsonl", 0)
+        pipeline, rows = self.pipeline, MetricsFile(self.run_dir / METRICS, 0)
         every, losses = self.cfg.log.every, list[Tensor]()
         begin = time.perf_counter()
         torch.manual_seed(self.cfg.train.seed)
@@ -84,7 +85,7 @@ class PeerRun:
                 rows.append(step, {"eval_accept_len": score})
                 seconds = time.perf_counter() - begin
                 print(f"step {step}: acceptance length {score:.3f}, {seconds:.0f} s", flush=True)
-                write_export(self.ours, self.run_dir / "export")  # also of a run that is cut short
+                write_export(self.ours, self.run_dir / EXPORT)  # also of a run that is cut short
             if step == pipeline.total_steps:
                 break
             losses.append(self.train_step(step))
@@ -154,7 +155,7 @@ def main() -> int:
     cfg, _ = parse_config(flags)
     run_dir = Path(cfg.log.dir) / cfg.log.name
     run = PeerRun(cfg, run_dir)
-    save_config(cfg, run_dir / "config.yaml")
+    save_config(cfg, run_dir / CONFIG)
     run.run()
     return 0
 
