@@ -109,6 +109,24 @@ def check_output_file(option: str, path: Path, *, make_parents: bool = False) ->
         raise UserError(f"{option}: {path}: found no permission to write, want a file that has it")
 
 
+def check_no_input(option: str, path: Path, **inputs: str) -> None:
+    """Refuse an output that is an input's file or lies in an input's folder.
+
+    `inputs`: by the option's name, a file, a folder or anything else. Raises UserError.
+    """
+    for name, word in inputs.items():
+        source = Path(os.path.expanduser(word))
+        if source.is_dir():
+            # A file is replaced under its name, whatever a link of that name points to.
+            if path.absolute().parent.resolve().is_relative_to(source.resolve()):
+                raise UserError(
+                    f"{option}: found {path}, which is in the folder of --{name}, "
+                    "want a file elsewhere"
+                )
+        elif path.exists() and source.exists() and path.samefile(source):
+            raise UserError(f"{option}: found {path}, which is --{name}, want another file")
+
+
 def check_device(option: str, device: str) -> None:
     """Refuse a device that torch does not know or this machine does not have."""
     import torch

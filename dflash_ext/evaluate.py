@@ -28,6 +28,7 @@ from dflash_ext.command import (
     add_target_options,
     at_least,
     check_device,
+    check_no_input,
     check_output_file,
     run_command,
     true_or_false,
@@ -262,10 +263,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> None:
     if args.json:
-        check_output_file("--json", Path(args.json))
-        data, out = Path(args.data), Path(args.json)
-        if out.exists() and data.exists() and out.samefile(data):
-            raise UserError(f"--json: found {args.json}, which is --data, want another file")
+        out = Path(args.json)
+        check_output_file("--json", out)
+        check_no_input("--json", out, drafter=args.drafter, target=args.target, data=args.data)
     result = evaluate(
         args.drafter,
         args.target,

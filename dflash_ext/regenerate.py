@@ -36,13 +36,15 @@ from dflash_ext.command import (
     add_target_options,
     at_least,
     check_device,
+    check_no_input,
+    check_output_file,
     run_command,
     true_or_false,
 )
 from dflash_ext.config import UserError
 from dflash_ext.data.readers import FileShard, parse_line
 from dflash_ext.data.rows import checked_messages, conversation_of
-from dflash_ext.data.text_settings import check_same, template_hash, write_settings
+from dflash_ext.data.text_settings import check_same, settings_path, template_hash, write_settings
 from dflash_ext.files import naming
 from dflash_ext.generation import Answer, Generator, Prompt, TargetGenerator
 from dflash_ext.server import ServerGenerator
@@ -105,12 +107,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
+    out = Path(args.out)
+    check_output_file("--out", out, make_parents=True)
+    check_no_input("--out", out, prompts=args.prompts)
     if args.target is not None:
         check_device("--device", args.device)
     prompts = read_prompts(args.prompts)
-    out = Path(args.out)
-    if out.exists() and out.samefile(args.prompts):
-        raise UserError(f"--out: found {out}, which is --prompts, want another file")
     with naming(out), open_output(out) as file:
         done, unanswered = resume_point(file, out, prompts)
         if done:
@@ -231,13 +233,20 @@ def resume_point(file: BinaryIO, path: Path, prompts: Sequence[PromptRow]) -> tu
 
     A torn last line, left by a kill, is cut off.
 
-    Raises UserError if a row of OUT does not answer the same row of PROMPTS.
+    Raises UserError if a row of OUT does not answer the same row of PROMPTS, or if its last line is
+    torn and no settings say that this command wrote it.
     """
     file.seek(0)
     content = file.read()
     whole = content.rfind(b"\n") + 1
-    if whole < len(content) and not content[whole:].startswith(b"{"):
+    torn = content[whole:]
+    if torn and not torn.startswith(b"{"):
         raise UserError(f"{path}: found text that is not JSONL, want a new --out")
+    if torn and not settings_path(path).exists():  # they are there before any row
+        raise UserError(
+            f"{path}: found a last line without its end and no {settings_path(path)}, "
+            "want a new --out"
+        )
     lines = content[:whole].split(b"\n")[:-1]
     unanswered = 0
     for index, line in enumerate(lines):

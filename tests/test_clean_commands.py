@@ -118,6 +118,34 @@ def test_an_output_does_not_replace_its_input(tmp_path, monkeypatch, capsys) -> 
     assert text.read_text() == before
 
 
+@pytest.mark.parametrize("option", ["drafter", "target", "data"])
+def test_evaluate_writes_into_no_folder_that_it_reads(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "evaluate", no_work)
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    weights = tmp_path / "in" / "model.safetensors"
+    weights.symlink_to(tmp_path / "blob")  # as in the hub's cache
+    (tmp_path / "blob").write_text("weights")
+    inputs = {"drafter": "x", "target": "x", "data": "x"} | {option: str(tmp_path / "link")}
+    options = [word for name, value in inputs.items() for word in (f"--{name}", value)]
+    for out in (weights, tmp_path / "link" / "new.json", tmp_path / "in" / "deep" / "new.json"):
+        assert evaluate.main([*options, "--json", str(out)]) == 2
+        assert f"{out}, which is in the folder of --{option}, want" in one_line(capsys)
+    with pytest.raises(AssertionError, match="began to work"):  # beside it is fine
+        beside = [*options, "--json", str(tmp_path / "new.json")]
+        evaluate._run(evaluate._parser().parse_args(beside))
+    assert weights.read_text() == "weights"
+
+
+def test_regenerate_refuses_devices_and_pipes(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(regenerate, "read_prompts", no_work)
+    os.mkfifo(tmp_path / "pipe")
+    for out in (Path("/dev/full"), tmp_path / "pipe"):
+        options = ["--server", "http://x", "--prompts", "x", "--out", str(out)]
+        assert regenerate.main(options) == 2
+        assert f"--out: found {out}, a device or a pipe, want a file" in one_line(capsys)
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "1e9", str(10**30)])
 def test_numbers_of_regenerate(value, capsys) -> None:
     options = ["--server", "http://x", "--prompts", "x", "--out", "x", "--timeout", value]

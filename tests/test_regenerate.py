@@ -321,7 +321,7 @@ def test_missing_prompts_and_unwritable_out(
     assert command(SERVER, tmp_path / "none.jsonl", tmp_path / "out.jsonl") == 2
     assert "none.jsonl: cannot be read (No such file" in capsys.readouterr().err
     assert command(SERVER, prompts, tmp_path) == 2
-    assert "cannot be written (Is a directory)" in capsys.readouterr().err
+    assert f"--out: found the folder {tmp_path}, want a file" in capsys.readouterr().err
 
 
 def test_a_missing_target_is_one_line(prompts: Path, tmp_path: Path, capsys) -> None:
@@ -342,6 +342,11 @@ def test_a_file_that_is_not_rows_is_left_alone(prompts: Path, tmp_path: Path, ca
     assert command(SERVER, prompts, out) == 2
     assert out.read_text() == "precious notes"
     assert "notes.txt" in capsys.readouterr().err
+    for rows in ('{"precious": 1}', '{"precious": '):
+        out.write_text(rows)
+        assert command(SERVER, prompts, out) == 2
+        assert out.read_text() == rows
+        assert "without its end and no " in capsys.readouterr().err
 
 
 def test_prompts_may_be_sharegpt_and_compressed(
