@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from dflash_ext.config_values import UserError
 
@@ -49,6 +50,54 @@ def run_command(command: Callable[[], int | None]) -> int:
         traceback.print_exc()
         print(f"error: {type(error).__name__}:", str(error).partition("\n")[0], file=sys.stderr)
         return 1
+
+
+def leave(code: int) -> NoReturn:
+    """End the process: a thread that is stuck in native code must not keep it alive."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as it is if it was closed before the start
+            stream.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def losable_output() -> Iterator[None]:
+    """Within, standard output and error may go away (a broken pipe, a full disk): from then on
+    what is printed there is lost, and no more than that."""
+    with contextlib.ExitStack() as stack:
+        if sys.stdout is not None:
+            stack.enter_context(contextlib.redirect_stdout(cast(TextIO, _Losable(sys.stdout))))
+        if sys.stderr is not None:
+            stack.enter_context(contextlib.redirect_stderr(cast(TextIO, _Losable(sys.stderr))))
+        yield
+
+
+class _Losable:
+    """A text stream whose writes never fail."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._lose()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._lose()
+
+    def _lose(self) -> None:
+        # What the stream still holds would fail again, if only at the exit.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 class CommandParser(argparse.ArgumentParser):

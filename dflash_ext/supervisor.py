@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 POLL_S = 0.1
 JOIN_S = 8.0
+PAUSE_S = 1.0  # a poll that takes so much longer: the process was stopped or frozen
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EndingSignal = Callable[[int, int | None], int | None]
 
@@ -184,15 +185,20 @@ class Supervisor:
         """Blocks until the workers ``until_done`` have ended, then ends all others.
 
         Raises:
-            RunFailed: if any worker failed, or none made progress for ``stall_timeout_s``.
+            RunFailed: if any worker failed, or none made progress for ``stall_timeout_s``
+                in which this process ran.
         """
         seen, since = -1, time.monotonic()
+        polled = since
         while not self.stop.is_set() and any(w.thread.is_alive() for w in until_done if w.thread):
             self.stop.wait(POLL_S)
-            beats = self.beats()
+            now = time.monotonic()
+            if (paused := now - polled - POLL_S) > PAUSE_S:
+                since += paused  # in it no worker could make progress
+            polled, beats = now, self.beats()
             if beats != seen:
-                seen, since = beats, time.monotonic()
-            elif time.monotonic() - since > self.stall_timeout_s:
+                seen, since = beats, now
+            elif now - since > self.stall_timeout_s:
                 self._stalled()
         self.stop.set()
         deadline = time.monotonic() + JOIN_S

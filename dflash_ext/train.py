@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import sys
@@ -19,7 +18,7 @@ import dflash_ext
 from dflash_ext import nonfinite
 from dflash_ext.acceptance import accept_len, prompt_lookup_lengths, text_end
 from dflash_ext.checkpoint import SaveError
-from dflash_ext.command import run_command
+from dflash_ext.command import leave, losable_output, run_command
 from dflash_ext.config import Config, Flags, UserError, parse_config, save_config
 from dflash_ext.data.conversations import prompt_and_answer
 from dflash_ext.describe import describe
@@ -52,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         with (
+            nullcontext() if flags.check_data else losable_output(),
             end_at_signals(),
             join_machines(cfg.train.stall_timeout_s) as machines,
             claim(run_dir, flags.resume) if _writes(machines, flags) else nullcontext(),
@@ -212,8 +212,4 @@ def _advice(pipeline: Pipeline) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    code = run_command(main)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A worker stuck in native code must not keep the process alive.
-    os._exit(code)
+    leave(run_command(main))

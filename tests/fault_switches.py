@@ -128,6 +128,16 @@ mechanism(
     "test_supervisor.py::test_watchdog_names_what_every_worker_did",
     "test_faults.py::test_a_target_that_stalls_ends_the_run",
 )
+mechanism(
+    "a pause of the process is no stall",
+    replaced("dflash_ext.supervisor:PAUSE_S", 1e9),
+    "test_supervisor.py::test_time_in_which_the_process_did_not_run_is_no_stall",
+)
+mechanism(
+    "what is printed may be lost",
+    replaced("dflash_ext.train:losable_output", contextlib.nullcontext),
+    "test_lost_output.py::test_a_run_whose_output_goes_away_goes_on",
+)
 
 
 def _deaf(*args: object) -> None:

@@ -4,6 +4,7 @@ import queue
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +52,28 @@ def test_watchdog_names_what_every_worker_did(capfd: pytest.CaptureFixture[str])
     worker = supervisor.spawn("drafter 0", stalls)
     threading.Timer(5, supervisor.stop.set).start()  # without a watchdog
     with pytest.raises(RunFailed, match=r"no progress for 0.5 s \(drafter 0: step 1\)"):
+        supervisor.wait([worker])
+
+
+def test_time_in_which_the_process_did_not_run_is_no_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-Z, and fg 100 s later, while a worker waits; then a stall, which is found in time."""
+    supervisor, asleep = Supervisor(stall_timeout_s=0.5), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + asleep[0])
+    monkeypatch.setattr("dflash_ext.supervisor.time", clock)
+
+    def pauses_and_stalls(worker: Worker) -> None:
+        worker.at("step 1")
+        time.sleep(0.2)
+        asleep[0] = 100.0
+        time.sleep(0.2)
+        worker.at("step 2")
+        supervisor.get(queue.Queue())
+
+    worker = supervisor.spawn("drafter 0", pauses_and_stalls)
+    threading.Timer(5, supervisor.stop.set).start()  # without a watchdog
+    with pytest.raises(RunFailed, match=r"no progress for 0.5 s \(drafter 0: step 2\)"):
         supervisor.wait([worker])
 
 
