@@ -11,6 +11,7 @@ from dflash_ext.data.anchors import anchor_budget
 from dflash_ext.drafter.init import start_differences
 from dflash_ext.drafter.loss import dead_row_share, live_grain
 from dflash_ext.plan import state_bytes
+from dflash_ext.resume import weights_checksum
 
 if TYPE_CHECKING:
     from dflash_ext.pipeline import Pipeline
@@ -91,20 +92,23 @@ def common_facts(run: Pipeline) -> dict[str, object]:
         for name, value in cfg[section].items()
         if f"{section}.{name}" not in MAY_DIFFER
     }
-    # Of the bits: a sum of floats depends on the order in which a machine adds.
-    weights = sum(
-        int(p.detach().reshape(-1).view(torch.int16).sum()) for p in run.model.parameters()
-    )
+    data = run.cfg.data
     return fields | {
+        "model.target": f"weights with checksum {run.target_checksum}",
+        "model.target_layer_ids": run.layer_ids,
+        "drafter.mask_token_id": run.mask_token_id,
         "model.dtype": run.cfg.model.dtype,
         "model.weights": run.cfg.model.weights,
         "topology.drafters": f"{len(run.ranks)} drafters",
         "data.train": f"text with hash {run.data_hash[:12]}",
-        "data.seed": run.cfg.data.seed,
-        "data.token_budget": run.cfg.data.token_budget,
+        "data.seed": data.seed,
+        "data.token_budget": data.token_budget,
+        "data.hidden_states": "a folder" if data.hidden_states else "none",
+        "data.hidden_layer_ids": data.hidden_layer_ids,
+        "data.hidden_last": data.hidden_last,
         "data.eval": f"{len(run.eval_examples)} held-out texts",
         "log.every": run.cfg.log.every,
         "checkpoint.every": run.cfg.checkpoint.every,
         "checkpoints": f"step {run.resume.step}, {run.resume.batches} batches",
-        "drafter.init_from": f"weights with checksum {weights}",
+        "drafter.init_from": f"weights with checksum {weights_checksum(run.model.parameters())}",
     }

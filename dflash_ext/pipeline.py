@@ -15,7 +15,7 @@ import torch
 
 from dflash_ext.balance import LoadMeter
 from dflash_ext.checkpoint import CheckpointManager
-from dflash_ext.config import Config, UserError, to_dict
+from dflash_ext.config import Config, to_dict
 from dflash_ext.config_check import check_topology
 from dflash_ext.config_values import devices_of
 from dflash_ext.data.check import describe_data
@@ -43,7 +43,7 @@ from dflash_ext.metrics import MetricStream
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import build_optimizer
 from dflash_ext.plan import check_drafter
-from dflash_ext.resume import Resume, load_resume
+from dflash_ext.resume import Resume, load_resume, weights_checksum
 from dflash_ext.run_folder import CHECKPOINTS
 from dflash_ext.supervisor import Supervisor, Worker
 from dflash_ext.target import Target, load_target, load_tokenizer, stop_token_ids
@@ -90,11 +90,7 @@ class Pipeline:
         self.resume.check_same_text(self.data_hash, accept_changed_data)
         self._build_drafter()
         self.total_steps = self.planner.total_steps()
-        if self.total_steps < self.resume.step:
-            raise UserError(
-                f"train.steps: found {self.total_steps}, want at least {self.resume.step}, "
-                "the checkpoint's step"
-            )
+        self.resume.check_steps(self.total_steps)
         self.supervisor = Supervisor(cfg.train.stall_timeout_s, self._ending_signal)
         workers = len(cfg.topology.targets) + own
         cores = len(os.sched_getaffinity(0))
@@ -111,6 +107,8 @@ class Pipeline:
         check_weights(cfg)
         self.tokenizer = load_tokenizer(cfg.model.target, cfg.model.revision)
         self.target: Target = self.load_target()
+        self.target_checksum = weights_checksum(self.target.model.parameters())
+        self.resume.check_same_target(self.target_checksum)
         fuse(self.target)
         info = self.target.info
         self.stop_token_ids = stop_token_ids(info, self.tokenizer)
@@ -368,6 +366,7 @@ class Pipeline:
         meta = {
             "tokens": self.tokens_before + trained,
             "data_hash": self.data_hash,
+            "target": self.target_checksum,
             "text": self.text.facts(),
             "world": self.world,
             "batches": self.planner.first_batch(step),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dflash_ext.checkpoint import CheckpointManager
@@ -70,6 +72,29 @@ class Resume:
         if not accept_changed:
             raise UserError(f"{found}, want {before}, or --accept_changed_data to go on with it")
         self.notes.append(f"warning  {found}, not {before}: going on with it")
+
+    def check_steps(self, total: int) -> None:
+        """Raise UserError if the run is to end before where it is."""
+        if total < self.step:
+            raise UserError(
+                f"train.steps: found {total}, want at least {self.step}, the checkpoint's step"
+            )
+
+    def check_same_target(self, checksum: int) -> None:
+        """Raise UserError if the run trained on another target under this name."""
+        want = self.meta.get("target", checksum)
+        if checksum != want:
+            raise UserError(
+                f"model.target: found weights with checksum {checksum}, want {want} as in the "
+                f"checkpoint of step {self.step}"
+            )
+
+
+def weights_checksum(parameters: Iterable[Tensor]) -> int:
+    """Of the bits: a sum of floats would depend on the order in which a machine adds."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = (p.detach().reshape(-1).view(words[p.element_size()]) for p in parameters)
+    return sum(int(part.sum()) for part in bits)
 
 
 def load_resume(checkpoints: CheckpointManager, cfg: Config, processes: int = 1) -> Resume:

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import shutil
 import signal
 import socket
 import threading
@@ -12,6 +13,7 @@ import machine_process
 import pytest
 import torch.distributed as dist
 from conftest import tiny_chats
+from tiny_run import change_a_weight
 
 from dflash_ext import train
 from dflash_ext.command import run_command
@@ -142,6 +144,18 @@ def test_processes_that_differ_are_refused(runs: Runs) -> None:
     assert runs.stderr(0) == [line.format(0.003, 0, 0.004, 1)]
     assert runs.stderr(1) == [line.format(0.004, 1, 0.003, 0)]
     assert not (runs.folder / "differ" / "config.yaml").exists()
+
+
+def test_processes_with_other_targets_are_refused(
+    runs: Runs, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, other)
+    change_a_weight(other)
+    assert runs.two("differ", other=f"--model.target={other}") == [2, 2]
+    (line,) = runs.stderr(0)
+    assert line.startswith("error: model.target: found weights with checksum ")
+    assert "in process 0 of 2, want weights with checksum " in line
 
 
 def pair(timeout_s: float) -> tuple[Machines, Machines]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_run import TinyRun
+from tiny_run import TinyRun, change_a_weight
 
 from dflash_ext import checkpoint, monitor, train
 from dflash_ext.command import run_command
@@ -65,6 +66,20 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(run, tmp_path, cap
     assert (killed / "metrics.1.jsonl").read_text().startswith('{"step": 0, "eval_accept_len": 9.0')
     losses = [[row.get("loss") for row in rows(run, name)] for name in ("whole", "a")]
     assert losses[0] == losses[1]
+
+
+def test_a_target_that_changed_in_place_is_refused(
+    run: TinyRun, tiny_target_dir: Path, tmp_path: Path, capsys
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, target)
+    assert run("a", f"--model.target={target}") == 0
+    assert run("a", f"--model.target={target}", "--resume", "--train.steps=7") == 0
+    change_a_weight(target)
+    assert run("a", f"--model.target={target}", "--resume", "--train.steps=8") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: model.target: found weights with checksum ")
+    assert error.endswith("as in the checkpoint of step 7")
 
 
 def test_a_mistyped_name_does_not_start_the_default_run(tmp_path: Path, capsys) -> None:

@@ -8,6 +8,14 @@ from dflash_ext import train
 from dflash_ext.command import run_command
 
 
+def change_a_weight(target: Path) -> None:
+    """By one bit, in a target's folder."""
+    path = target / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
 class TinyRun:
     """run("name", "--section.field=value", ...) -> exit code; its files lie in folder/name."""
 
