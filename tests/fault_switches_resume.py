@@ -48,6 +48,11 @@ mechanism(
     "test_resume.py::test_every_example_once_an_epoch_with_any_numbers_of_drafters",
 )
 mechanism(
+    "a resumed run's target is compared",
+    replaced("dflash_ext.resume:Resume.check_same_target", nothing),
+    "test_resume.py::test_a_target_that_changed_in_place_is_refused",
+)
+mechanism(
     "a mistyped name starts nothing",
     replaced("dflash_ext.train:_check_begun", nothing),
     "test_resume.py::test_a_mistyped_name_does_not_start_the_default_run",
