@@ -32,7 +32,7 @@ def claim(run_dir: Path, resume: bool) -> Iterator[None]:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / LOCK
-    with path.open("a+", encoding="utf-8") as file:
+    with open(path, "a+", encoding="utf-8", opener=_open_no_link) as file:
         if not _lock(file.fileno()):
             file.seek(0)
             holder = file.read().strip() or "another process"
@@ -56,6 +56,11 @@ def has_run(run_dir: Path) -> bool:
     """Whether a run was begun there."""
     saved = CheckpointManager(run_dir / CHECKPOINTS, CheckpointConfig()).latest() is not None
     return saved or (run_dir / CONFIG).exists()
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """A link's file, which is emptied below, may be anyone's."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _lock(descriptor: int) -> bool:

@@ -46,6 +46,19 @@ def test_a_second_training_is_locked_out_before_it_loads_or_writes(
     assert os.listdir(run.folder / "a") == ["lock"]
 
 
+def test_a_lock_that_is_a_link_is_not_followed(
+    run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    precious = run.folder / "precious"
+    precious.write_text("text")
+    (run.folder / "a").mkdir()
+    (run.folder / "a" / "lock").symlink_to(precious)
+    assert run("a") == 2
+    found = f"error: {run.folder / 'a' / 'lock'}: Too many levels of symbolic links, want a usable"
+    assert one_line(capsys).startswith(found)
+    assert precious.read_text() == "text"
+
+
 def test_a_killed_training_frees_its_folder(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     child = os.fork()
