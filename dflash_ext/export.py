@@ -27,6 +27,7 @@ from dflash_ext.drafter.model import DFlashDraftModel
 from dflash_ext.drafter.spec import DrafterSpec
 from dflash_ext.dtypes import DTYPES
 from dflash_ext.files import naming, sync
+from dflash_ext.nonfinite import NonfiniteWeights
 from dflash_ext.run_folder import CHECKPOINTS, EXPORT
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -41,7 +42,7 @@ def write_export(
     """Write `model` to `folder` in `dtype` (default: its own); the folder appears complete or not.
 
     An older export there is replaced. Raises UserError if the folder holds anything else,
-    RuntimeError if a tensor has a non-finite value, and OSError, which names the folder.
+    NonfiniteWeights if a tensor has a non-finite value, and OSError, which names the folder.
     """
     folder = Path(folder).resolve()
     check_replaceable(folder)
@@ -136,10 +137,10 @@ def check_tensors(model: nn.Module, tensors: Mapping[str, Tensor], place: str) -
 
 
 def check_finite(tensors: Mapping[str, Tensor], place: str) -> None:
-    """Raise RuntimeError naming a tensor with a non-finite value."""
+    """Raise NonfiniteWeights naming a tensor with a non-finite value."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise RuntimeError(f"{place}: {name} has non-finite values")
+            raise NonfiniteWeights(f"{place}: {name} has non-finite values, want finite weights")
 
 
 def check_replaceable(folder: Path) -> None:

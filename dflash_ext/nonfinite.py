@@ -59,6 +59,10 @@ class NeverTrained(NonfiniteSteps):
         )
 
 
+class NonfiniteWeights(RuntimeError):
+    """A weight that is not finite, as after a step far too long; the message names its tensor."""
+
+
 class NonfiniteLog:
     """The last ``KEPT_STEPS`` optimizer steps of one drafter: finite or not, and by which batches.
 

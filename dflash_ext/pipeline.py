@@ -31,7 +31,7 @@ from dflash_ext.drafter.loss import Objective
 from dflash_ext.drafter.model import DFlashDraftModel, FrozenHead
 from dflash_ext.drafter.spec import drafter_spec
 from dflash_ext.dtypes import DTYPES
-from dflash_ext.export import check_tensors
+from dflash_ext.export import check_finite, check_tensors
 from dflash_ext.fp8 import check_weights
 from dflash_ext.grad_sync import GradSync, make_board, make_store
 from dflash_ext.hidden_cache import HiddenCache
@@ -359,9 +359,9 @@ class Pipeline:
         loop = self.drafter_loops[0]
         if step == self.resume.step and self.resume.meta and step not in loop.scores:
             return  # it is the checkpoint that was loaded
-        tensors = {f"model.{k}": v for k, v in loop.model.state_dict().items()}
+        check_finite(states := loop.model.state_dict(), f"step {step}")  # waits, as the copies do
+        tensors = {f"model.{k}": v for k, v in states.items()}
         tensors |= {f"optimizer.{k}": v for k, v in loop.optimizer.state_tensors().items()}
-        score = loop.scores.get(step)
         trained = sum(self._step_tokens[s] for s in range(self.resume.step, step))
         meta = {
             "tokens": self.tokens_before + trained,
@@ -376,7 +376,7 @@ class Pipeline:
             "accept_len_before": self.accept_len_before,
         }
         last = step == self.total_steps or self.supervisor.signum is not None
-        self.checkpoints.save(step, tensors, meta, score, last=last)
+        self.checkpoints.save(step, tensors, meta, loop.scores.get(step), last=last)
 
     def _ending_signal(self, step: int, signum: int | None) -> int | None:
         return self.machines.ending_signal(step, signum, self.supervisor.check)

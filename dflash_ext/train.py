@@ -22,7 +22,7 @@ from dflash_ext.command import leave, losable_output, run_command
 from dflash_ext.config import Config, Flags, UserError, parse_config, save_config
 from dflash_ext.data.conversations import prompt_and_answer
 from dflash_ext.describe import describe
-from dflash_ext.export import check_replaceable, write_export
+from dflash_ext.export import check_finite, check_replaceable, write_export
 from dflash_ext.logger import RunLogger, print_summary, read_metrics, write_summary
 from dflash_ext.machines import Machines, join_machines
 from dflash_ext.monitor import Monitor
@@ -99,8 +99,12 @@ def _run(cfg: Config, flags: Flags, machines: Machines, start: float) -> int:
         monitor = pipeline.run(logger)
         if logger is not None and pipeline.complete:
             nonfinite.check_trained(pipeline, monitor.skipped_last)
+            # Saved weights are finite; an older version's checkpoint may hold others.
+            check_finite(
+                pipeline.drafter_loops[0].model.state_dict(), f"step {pipeline.done_steps}"
+            )
             summary = _summary(pipeline, monitor, time.perf_counter() - start)
-    except nonfinite.NeverTrained as error:
+    except (nonfinite.NeverTrained, nonfinite.NonfiniteWeights) as error:
         raise RunFailed(f"{error}{nonfinite.explain(error, pipeline)}") from error
     except RunFailed as error:
         raise RunFailed(

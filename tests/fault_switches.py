@@ -129,6 +129,11 @@ mechanism(
     "test_faults.py::test_a_target_that_stalls_ends_the_run",
 )
 mechanism(
+    "weights that are not finite are not saved",
+    replaced("dflash_ext.pipeline:check_finite", nothing),
+    "test_nonfinite.py::test_weights_that_overflow_replace_no_checkpoint_and_are_not_exported",
+)
+mechanism(
     "a pause of the process is no stall",
     replaced("dflash_ext.supervisor:PAUSE_S", 1e9),
     "test_supervisor.py::test_time_in_which_the_process_did_not_run_is_no_stall",

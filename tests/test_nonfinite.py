@@ -10,6 +10,7 @@ import torch
 from cuda_waits import no_syncs
 from tiny_run import TinyRun
 
+from dflash_ext.drafter.loop import DrafterTrainLoop
 from dflash_ext.drafter.loss import Objective
 from dflash_ext.nonfinite import KEPT_STEPS, NonfiniteLog, NonfiniteSteps
 
@@ -79,6 +80,45 @@ def test_the_error_says_which_steps() -> None:
     assert "found 3 steps in a row without a finite gradient, 5 to 7, want fewer than 3" in str(
         error
     )
+
+
+def test_weights_that_overflow_replace_no_checkpoint_and_are_not_exported(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though every gradient is finite: in the last step, as by a rate far too high."""
+    flags, train_step = (
+        ["--data.eval=[]", "--train.schedule=constant"],
+        DrafterTrainLoop._train_step,
+    )
+    assert run("a", *flags, "--train.steps=2") == 0
+    export = (run.folder / "a" / "export" / "model.safetensors").read_bytes()
+
+    def overflow(self: DrafterTrainLoop, *args: Any) -> None:
+        train_step(self, *args)
+        self.params[-1].data.fill_(torch.inf)
+
+    flags += ["--train.steps=3", "--resume"]
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterTrainLoop, "_train_step", overflow)
+        assert run("a", *flags) == 1
+    found = "error: drafter 0 (step 3, saving): NonfiniteWeights: step 3: "
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(found) and last.endswith(" has non-finite values, want finite weights")
+    assert run.steps("a") == [2]
+    assert (run.folder / "a" / "export" / "model.safetensors").read_bytes() == export
+    assert run("a", *flags) == 0
+
+
+def test_weights_that_were_saved_so_by_another_version_are_one_line(
+    run: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dflash_ext.pipeline.check_finite", lambda *args: None)
+    flags = ["--data.eval=[]", "--train.warmup_ratio=0", "--train.steps=1", "--train.lr=1e300"]
+    for more in ([], ["--resume"]):
+        assert run("a", *flags, *more) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: step 1: ") and line.endswith(", want finite weights")
+    assert not (run.folder / "a" / "export").exists()
 
 
 def test_batches_of_a_run_that_goes_on_with_other_drafters(run: TinyRun) -> None:

@@ -92,15 +92,16 @@ def test_a_file_system_without_locks_is_taken_as_it_is(
 def test_a_read_only_folder_is_found_before_anything_is_loaded(
     run: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
-    original = getattr(Path, place)
+    owner = {"mkdir": Path, "open": os}[place]
+    original = getattr(owner, place)
 
-    def refuse(self: Path, *args: object, **kwargs: object) -> object:
-        if self.is_relative_to(run.folder / "a"):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
-        return original(self, *args, **kwargs)
+    def refuse(path: str | Path, *args: object, **kwargs: object) -> object:
+        if Path(path).is_relative_to(run.folder / "a"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return original(path, *args, **kwargs)
 
     monkeypatch.setattr("dflash_ext.pipeline.load_target", no_load)
-    monkeypatch.setattr(Path, place, refuse)
+    monkeypatch.setattr(owner, place, refuse)
     assert run("a") == 2
     name = {"mkdir": "a", "open": "a/lock"}[place]
     path = run.folder / name
