@@ -38,7 +38,8 @@ class HiddenCache:
         target: for the sizes, the final norm and `verify`.
 
     Raises:
-        UserError: layers are missing, there are no files, or a setting contradicts the target.
+        UserError: layers are missing, there are no files or not one for each example, or a setting
+            contradicts the target.
     """
 
     def __init__(
@@ -63,10 +64,23 @@ class HiddenCache:
         if len(examples.weights) != 1:
             raise UserError("data.train: found several files, want one with data.hidden_states")
         self._ckpts = ckpt_files(self._folder)
-        if not self._ckpts and not any(self._folder.glob("hs_*.safetensors")):
+        names = {path.name for path in self._folder.glob("hs_*.safetensors")}
+        if not self._ckpts and not names:
             raise UserError(
                 f"data.hidden_states: found no hs_N.safetensors or .ckpt in {self._folder}, want a "
                 "folder that speculators or SpecForge wrote"
+            )
+        for doc in range(len(examples)):
+            number = examples.number(doc)
+            if self._ckpts and number > len(self._ckpts):
+                there = f"{len(self._ckpts)} .ckpt files"
+            elif not self._ckpts and _hs_name(number) not in names:
+                there = f"no {_hs_name(number)}"
+            else:
+                continue
+            raise UserError(
+                f"data.hidden_states: found {there} in {self._folder}, want one for "
+                f"{examples[doc].source}, as for every row"
             )
 
     def read(self, doc: int) -> tuple[Tensor, Tensor | None]:
@@ -85,14 +99,14 @@ class HiddenCache:
         layers = layers[:n, self._columns].transpose(0, 1)
         last = None if last is None or self._last == "none" else last[:n]
         for states in (layers, last):
-            if states is not None and (states.shape[-2] < n or not torch.isfinite(states).all()):
+            if states is not None and (states.shape[-2] < n or not _are_finite(states)):
                 raise UserError(f"{path}: found missing or non-finite states, want {n} finite rows")
         return layers, last
 
     def _read_safetensors(self, number: int) -> tuple[Path, Tensor, Tensor, Tensor | None]:
         from safetensors.torch import load_file
 
-        path = self._folder / f"hs_{number - 1}.safetensors"
+        path = self._folder / _hs_name(number)
         try:
             tensors = load_file(path)
             states = tensors["hidden_states"].float()
@@ -138,12 +152,16 @@ class HiddenCache:
     def _normed(self, last: Tensor | None, doc: int) -> Tensor:
         """The last states behind the final norm, in the target's dtype."""
         if last is None:
-            raise UserError(
-                f"data.hidden_last: found no last states for {self._examples[doc].source}, want "
-                "raw or normed ones in the files (train.kl_weight needs them)"
-            )
+            raise self._no_last(doc)
         last = last.to(self._target.device, self._target.dtype)
         return self._final_norm(last) if self._last == "raw" else last
+
+    def _no_last(self, doc: int) -> UserError:
+        return UserError(
+            f"data.hidden_last: found {self._last}, but no last states for "
+            f"{self._examples[doc].source}, want them in every file (train.kl_weight needs them), "
+            "or none"
+        )
 
     def _final_norm(self, states: Tensor) -> Tensor:
         norm = getattr(self._target.decoder, "norm", None)
@@ -186,6 +204,8 @@ class HiddenCache:
         lines = [f"cache    layers as declared, {max(errors):.1%} from the target's own at most"]
         if last is not None:
             lines.append(self._verify_last(last[:n], final[0]))
+        elif self._last != "none":
+            raise self._no_last(0)
         return lines
 
     def _verify_last(self, last: Tensor, final: Tensor) -> str:
@@ -207,6 +227,15 @@ class HiddenCache:
 
     def _choices(self, states: Tensor) -> Tensor:
         return torch.nn.functional.linear(states, self._target.head_weight).argmax(-1)
+
+
+def _hs_name(number: int) -> str:
+    """The file of a row, which counts from 1."""
+    return f"hs_{number - 1}.safetensors"
+
+
+def _are_finite(states: Tensor) -> bool:
+    return bool(torch.isfinite(states.float()).all())  # float8 has no test of its own
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:

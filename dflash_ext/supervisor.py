@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TypeVar
 
+from dflash_ext.config_values import UserError
+
 T = TypeVar("T")
 
 POLL_S = 0.1
@@ -218,7 +220,7 @@ class Supervisor:
         except Stopped:
             pass
         except BaseException as error:
-            if not self.stop.is_set():
+            if not self.stop.is_set() and not isinstance(error, UserError):
                 traceback.print_exc()
             self.fail(f"{worker.name} ({worker.where})", error)
 

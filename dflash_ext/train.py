@@ -64,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         cause: BaseException = error
         while isinstance(cause, RunFailed) and cause.__cause__ is not None:
             cause = cause.__cause__
+        if isinstance(cause, UserError):  # found by a worker on its way
+            raise cause from None
         memory = advice(cause, cfg) if is_out_of_memory(cause) else ""
         if not isinstance(error, RunFailed | SaveError):  # else a worker has printed its traceback
             if not memory:

@@ -335,6 +335,11 @@ mechanism(
     wrapped("dflash_ext.hidden_cache:HiddenCache.read", raising(ValueError)),
     "test_hidden_cache.py::test_damaged_and_foreign_files_are_one_line",
 )
+mechanism(
+    "damage that a worker finds is no failure of the program",
+    replaced("dflash_ext.supervisor:UserError", ZeroDivisionError),
+    "test_hidden_cache.py::test_a_bad_file_that_training_comes_to_is_one_line",
+)
 
 # -- drafters, exports, files ------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from dflash_ext.target_loop import TargetForwardLoop
 STORED = [1, 2, 4]
 WANTED = [1, 4]
 ROWS = 12
+SEVEN = torch.tensor([7])
 WRITERS = ("speculators", "specforge", "specforge-gz")
 
 
@@ -208,6 +209,91 @@ def test_states_that_are_not_finite_are_refused(
     monkeypatch.setattr(cache, name, poisoned)
     with pytest.raises(UserError, match="missing or non-finite states, want 20 finite rows"):
         cache.read(0)
+
+
+def test_every_row_has_its_file(
+    stored: DataConfig, target: Target, tiny_target_dir: Path, tiny_jsonl: Callable[..., Path]
+) -> None:
+    examples, _ = load_examples(stored.train, load_tokenizer(str(tiny_target_dir)), stored)
+    rows = [
+        {"input_ids": e.input_ids.tolist(), "loss_mask": e.loss_mask.tolist()} for e in examples
+    ]
+    open_cache(stored, target, tiny_target_dir, train=[str(tiny_jsonl(rows))]).verify()
+    text = tiny_jsonl([*rows, rows[0]])
+    with pytest.raises(UserError, match=rf"hidden_states: found .*{text}:13, as for every row$"):
+        open_cache(stored, target, tiny_target_dir, train=[str(text)])
+
+
+one_format = pytest.mark.parametrize("stored", ["specforge"], indirect=True)
+
+
+def rewrite(path: Path, **changes: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    """Changes tensors of a .ckpt file, or leaves them out."""
+    tensors = torch.load(path, weights_only=True)
+    for name, change in changes.items():
+        value = tensors.pop(name)
+        if change is not None:
+            tensors[name] = change(value)
+    torch.save(tensors, path)
+
+
+@one_format
+def test_last_states_that_are_declared_are_looked_for_before_training(
+    stored: DataConfig, target: Target, tiny_target_dir: Path
+) -> None:
+    for path in files(stored):
+        rewrite(path, target_last_hidden_states=None)
+    with pytest.raises(UserError, match="hidden_last: found normed, but no last states for .*_0.c"):
+        open_cache(stored, target, tiny_target_dir).verify()
+    assert len(open_cache(stored, target, tiny_target_dir, hidden_last="none").verify()) == 1
+
+
+@one_format
+def test_float8_states_are_read(stored: DataConfig, target: Target, tiny_target_dir: Path) -> None:
+    for path in files(stored):
+        rewrite(
+            path,
+            hidden_states=lambda states: states.to(torch.float8_e4m3fn),
+            target_last_hidden_states=lambda states: states.to(torch.float8_e4m3fn),
+        )
+    lines = open_cache(stored, target, tiny_target_dir).verify()
+    assert lines[0].startswith("cache    layers as declared, ") and len(lines) == 2
+
+
+@one_format
+def test_masks_of_other_dtypes(stored: DataConfig, tiny_target_dir: Path) -> None:
+    tokenizer, path = load_tokenizer(str(tiny_target_dir)), files(stored)[0]
+    for dtype in (torch.float32, torch.bool):
+        rewrite(path, loss_mask=lambda mask, dtype=dtype: mask.to(dtype))
+        examples, _ = load_examples(stored.train, tokenizer, stored)
+        assert examples[0].loss_mask.tolist() == [0] * 6 + [1] * 14
+    for value, shown in ((float("nan"), "NaN"), (0.5, "0.5"), (2.0, "2.0")):
+        rewrite(path, loss_mask=lambda mask, value=value: mask.float().index_fill(0, SEVEN, value))
+        with pytest.raises(UserError, match=rf"{path}: loss_mask\[7\]: found {shown}, want an int"):
+            load_examples(stored.train, tokenizer, stored)
+
+
+@one_format
+def test_a_bad_file_that_training_comes_to_is_one_line(
+    stored: DataConfig, tiny_target_dir: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    bad = files(stored)[7]
+    rewrite(bad, hidden_states=lambda states: states.index_fill(1, SEVEN, float("nan")))
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"""
+model: {{target: {tiny_target_dir}, dtype: float32, target_layer_ids: {WANTED}}}
+drafter: {{num_layers: 1, block_size: 4}}
+data: {{train: {stored.train}, token_budget: 90, hidden_states: {stored.hidden_states},
+        hidden_layer_ids: {STORED}, hidden_last: normed}}
+topology: {{targets: [cpu], drafters: [cpu], cpu_threads: 1}}
+train: {{steps: 6, max_anchors: 12}}
+log: {{dir: {tmp_path}, name: bad}}
+"""
+    )
+    assert run_command(lambda: train.main(["--config", str(config)])) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {bad}: found missing or non-finite states")
 
 
 def test_a_run_from_stored_states(

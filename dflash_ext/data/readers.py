@@ -170,7 +170,9 @@ class CkptShard:
                 raise UserError(
                     f"{path}: found the fields {found}, want input_ids and loss_mask tensors"
                 ) from error
-            yield number, {"input_ids": ids, "loss_mask": [int(value) for value in mask]}
+            # Of any dtype; what is neither is refused as in any other row.
+            zeros_and_ones = [0 if value == 0 else 1 if value == 1 else value for value in mask]
+            yield number, {"input_ids": ids, "loss_mask": zeros_and_ones}
 
 
 def ckpt_files(folder: Path) -> list[Path]:
