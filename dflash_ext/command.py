@@ -177,11 +177,11 @@ def check_no_input(option: str, path: Path, **inputs: str) -> None:
 
 
 def check_device(option: str, device: str) -> None:
-    """Refuse a device that torch does not know or this machine does not have."""
+    """Refuse a device that torch does not know, this machine does not have, or cannot compute."""
     import torch
 
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # meta has memory, but no values
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{option}: found {device!r} ({reason}), want a device here") from error

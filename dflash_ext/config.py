@@ -197,15 +197,17 @@ class TrainConfig:
         "variable prefix: a block shows l > 1 clean tokens, likely as this to the l; null = one",
         above=0,
     )
-    ce_weight: float = _doc(1.0, "weight of the cross entropy", at_least=0)
+    ce_weight: float = _doc(1.0, "weight of the cross entropy", at_least=0, at_most=1e6)
     kl_weight: float = _doc(
-        0.0, "weight of the KL divergence to the target's distribution", at_least=0
+        0.0, "weight of the KL divergence to the target's distribution", at_least=0, at_most=1e6
     )
     kl: Literal["forward", "reverse", "js", "tv"] = _doc(
         "forward",
         "forward KL(target || drafter), reverse, js (Jensen-Shannon) or tv (total variation)",
     )
-    cap_lambda: float = _doc(0.0, "weight of the entropy of correct proposals", at_least=0)
+    cap_lambda: float = _doc(
+        0.0, "weight of the entropy of correct proposals", at_least=0, at_most=1e6
+    )
     dpace_alpha: float | None = _doc(
         None, "D-PACE smoothing in [0, 1]; null = weights by gamma", at_least=0, at_most=1
     )

@@ -156,9 +156,10 @@ def _rope_theta(config: PretrainedConfig) -> float:
 
 
 def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+    """Without negative ones, which some files have for none."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    return tuple(i for i in ([value] if isinstance(value, int) else value) if i >= 0)
 
 
 def stop_token_ids(info: TargetInfo, tokenizer: PreTrainedTokenizerBase) -> list[int]:

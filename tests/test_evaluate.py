@@ -125,6 +125,18 @@ def test_text_without_a_prompt(
     assert [sum(lengths) for lengths in made["per_prompt"]] == [4]
 
 
+def test_rows_are_cut_at_the_targets_context(
+    bench: tiny_drafter.Bench, export: Path, tiny_jsonl: Callable[..., Path], capsys
+) -> None:
+    long = row([1] * 550, [2] * 50)  # of 512 positions
+    command = ["--drafter", export, "--target", bench.folder, "--max_new_tokens", 2, "--data"]
+    assert evaluate.main(list(map(str, [*command, tiny_jsonl([long])]))) == 2
+    assert "answer within the target's context, 512 tokens\n" in capsys.readouterr().err
+    data = tiny_jsonl([long, row(tiny_drafter.PROMPTS[0], [1, 2, 3])])
+    assert evaluate.main(list(map(str, [*command, data]))) == 0
+    assert "1 rows truncated at the target's context\n" in capsys.readouterr().err
+
+
 def test_command(
     bench: tiny_drafter.Bench,
     export: Path,

@@ -1,6 +1,7 @@
 """The frozen target: loading, refusals, captured hidden states, replicas, mask token."""
 
 import dataclasses
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -163,6 +164,25 @@ def test_unknown_transform_is_refused(change: dict) -> None:
     target.info = dataclasses.replace(target.info, **change)
     with pytest.raises(UserError, match="found an unknown logit transform"):
         target.check_head()
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    target = wrapped(LlamaForCausalLM(LlamaConfig(**SIZES)))
+    target.head_weight[5, 3] = float("nan")
+    with pytest.raises(UserError, match="llama: found logits that are not finite in torch.float32"):
+        target.check_head()
+
+
+def test_a_tensor_of_another_shape_is_named(tiny_target_dir: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_target_dir, tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    with pytest.raises(UserError, match="found shape") as error:
+        load_target(str(folder), dtype="float32", device="cpu")
+    assert str(error.value) == (
+        f"model.target: {folder}: model.layers.0.mlp.down_proj.weight: found shape (64, 128), "
+        "want (64, 96) (and 17 others)"
+    )
 
 
 def test_head_bias_is_refused() -> None:

@@ -51,6 +51,8 @@ def template_options(
     """What `apply_chat_template` takes beside the messages. UserError if there is no template."""
     try:
         template = tokenizer.get_chat_template(tools=tools)
+        if not isinstance(template, str):
+            raise ValueError(f"found {template!r}, want text")
     except ValueError as error:
         raise UserError(
             f"{place}: found messages, but the tokenizer has no usable chat template, "

@@ -100,7 +100,8 @@ class BatchPlanner:
             drafters goes on with the next batch.
 
     Raises:
-        UserError: there are no examples, or one is longer than data.token_budget.
+        UserError: there are no examples, an epoch takes less than one, or one is longer than
+            data.token_budget.
     """
 
     def __init__(
@@ -125,6 +126,11 @@ class BatchPlanner:
         self.batches_per_step = train_cfg.grad_accum * world
         self._start_step, self._start_batch = start
         weights = examples.weights if isinstance(examples, Corpus) else ()
+        if weights and (taken := sum(count * weight for count, weight in weights)) < 1:
+            raise UserError(
+                f"data.train: found weights that take {taken:.2g} examples in an epoch, "
+                "want at least 1"
+            )
         self._batches = EpochBatches(self._data.lengths, self._token_budget, self._seed, weights)
         self._label_offsets = layout.label_offsets().numpy()
         self._predecessor_offsets = layout.predecessor_offsets().numpy()
