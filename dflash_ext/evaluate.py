@@ -45,6 +45,7 @@ from dflash_ext.target import Target, load_target, load_tokenizer, stop_token_id
 from dflash_ext.target_source import cache_dir
 
 MAX_NEW_TOKENS = 160
+CONTEXT = "the target's context"  # what prompts are cut at
 
 
 def evaluate(
@@ -78,8 +79,9 @@ def evaluate(
         whole_prompts(target, enable_thinking),
         mask_token_id=model.spec.mask_token_id,
         vocab_size=target.info.vocab_size,
+        limit=CONTEXT,
     )
-    for line in report.lines():
+    for line in report.lines(CONTEXT):
         print(line, file=sys.stderr)
     with _progress() as progress:
         if trust_text:

@@ -216,6 +216,7 @@ def load_target(
                 device_map=device_map(config, devices),
                 use_safetensors=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # its own error names no tensor
                 output_loading_info=True,
             )
     except Exception as error:
@@ -224,6 +225,12 @@ def load_target(
         raise UserError(
             f"model.target: {name}: found no {missing[0]} and {len(missing) - 1} others, "
             "want all tensors of the model"
+        )
+    if mismatched := sorted(loading["mismatched_keys"]):
+        tensor, found, wanted = mismatched[0]
+        raise UserError(
+            f"model.target: {name}: {tensor}: found shape {tuple(found)}, want {tuple(wanted)} "
+            f"(and {len(mismatched) - 1} others)"
         )
     generation = getattr(model, "generation_config", None)
     stops = dict.fromkeys(info.eos_token_ids + _ids(getattr(generation, "eos_token_id", None)))
@@ -367,12 +374,17 @@ class Target:
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Refuse a target whose logits are not softcap(logit_scale * head @ hidden)."""
+        """Refuse a target whose logits are not finite, or not softcap(logit_scale * head @ h)."""
         ids = torch.arange(8, device=self.device)[None] % self.info.vocab_size
         hidden = self.forward_capture(ids, [], lambda index, value: None, need_last=True)
         assert hidden is not None
         with current(self.device):
             want = self.model(input_ids=ids, use_cache=False).logits.float()
+        if not torch.isfinite(want).all():
+            raise UserError(
+                f"model.target: {self.info.model_type}: found logits that are not finite in "
+                f"{self.dtype}, want finite weights, or a wider model.dtype"
+            )
         hidden = hidden.to(self.head_weight.device)
         logits = nn.functional.linear(hidden, self.head_weight).float() * self.info.logit_scale
         if self.info.softcap is not None:

@@ -46,6 +46,7 @@ def load_examples(
     *,
     mask_token_id: int | None = None,
     vocab_size: int | None = None,
+    limit: str = "data.max_length",
 ) -> tuple[Corpus, DataReport]:
     """Read files, folders and data sets into examples, in order, on the calling thread.
 
@@ -60,6 +61,7 @@ def load_examples(
             enable_thinking, drop_loops.
         mask_token_id: the drafter's mask token; text must not contain it.
         vocab_size: rows of the target's embedding table.
+        limit: what errors call `cfg.max_length`.
 
     Returns:
         The kept examples, at least one, each with at least one valid anchor; and the counts.
@@ -80,7 +82,7 @@ def load_examples(
     report = DataReport()
     for part in parts:
         report.add(part.report)
-    _check_result(paths, corpus, report, cfg)
+    _check_result(paths, corpus, report, cfg, limit)
     return corpus, report
 
 
@@ -217,18 +219,16 @@ def prompt_and_answer(example: Example) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_result(
-    paths: Sequence[str], corpus: Corpus, report: DataReport, cfg: DataConfig
+    paths: Sequence[str], corpus: Corpus, report: DataReport, cfg: DataConfig, limit: str
 ) -> None:
     if not corpus:
-        limit = ""
-        if report.truncated:
-            limit = f" within data.max_length, {cfg.max_length} tokens"
+        within = f" within {limit}, {cfg.max_length} tokens" if report.truncated else ""
         bad = f", {report.bad} that cannot be used: {report.first_bad}" if report.bad else ""
         raise UserError(
             f"{', '.join(paths)}: found no usable row among {report.rows} "
             f"({report.no_assistant} without an assistant turn, {report.loops} ending in a loop, "
             f"{report.dropped_short} too short{bad}), want at least one with an assistant's answer"
-            f"{limit}"
+            f"{within}"
         )
     longest = int(corpus.lengths.argmax())
     if corpus.lengths[longest] > cfg.token_budget:

@@ -69,8 +69,8 @@ class DataReport:
                 setattr(self, field.name, total)
         self.first_bad = self.first_bad or other.first_bad
 
-    def lines(self) -> list[str]:
-        """The counts in words, one line for each thing that happened."""
+    def lines(self, limit: str = "data.max_length") -> list[str]:
+        """The counts in words, one line for each thing that happened; `limit` cut rows off."""
         share = 100 * self.supervised_tokens / max(1, self.tokens)
         split = f" and {self.split_rows:,} further answers" if self.split_rows else ""
         lines = [
@@ -82,7 +82,7 @@ class DataReport:
             (self.loops, "rows dropped: an answer ends in a loop (data.drop_loops)"),
             (self.dropped_short, "rows dropped: no two supervised tokens in a row"),
             (self.bad, f"rows skipped: not usable (data.bad_rows); first: {self.first_bad}"),
-            (self.truncated, "rows truncated at data.max_length"),
+            (self.truncated, f"rows truncated at {limit}"),
             (
                 self.unlearned,
                 "answers supervised in part or not at all: the chat template shows them "
