@@ -178,12 +178,13 @@ def test_a_failing_template_is_named_in_one_line():
     ("template", "messages", "wanted"),
     [
         (None, chat("Zero?", "One."), "the tokenizer has no usable chat template"),
+        (5, chat("Zero?", "One."), "the tokenizer has no usable chat template"),
         (CHATML, chat("Zero?", "One.")[1:], "an assistant turn as the first message"),
         (CHATML, chat("Zero?", "One.", "Two?")[1:], "an assistant turn as the first message"),
         (CHATML, chat("Zero?", "One\ud800."), "text that is not valid Unicode"),
         (CHATML, [{"role": "user"}, {"role": "assistant", "content": "One."}], "template failed"),
     ],
-    ids=["no-template", "assistant-first", "user-after", "surrogate", "no-content"],
+    ids=["no-template", "no-text", "assistant-first", "user-after", "surrogate", "no-content"],
 )
 def test_what_cannot_be_encoded_is_refused(template, messages, wanted):
     with pytest.raises(UserError, match=wanted) as error:

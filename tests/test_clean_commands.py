@@ -81,6 +81,7 @@ def test_plot_names_a_file_of_bytes(tmp_path, capsys) -> None:
         ["--only", "nothing"],
         ["--device", "gpu"],
         ["--device", "cuda:99"],
+        ["--device", "meta"],
         ["--json", "."],
         ["--json", "no/such/x.json"],
         ["--what"],

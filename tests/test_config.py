@@ -227,6 +227,7 @@ def test_print_config_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFix
         ("--config none.yaml", "none.yaml: found No such file or directory, want a YAML file"),
         ("--resume=3", "command line: "),
         ("--train.lr abc", "train.lr: found 'abc', want number"),
+        ("--train.kl_weight 1e300", "kl_weight: found 1e+300, want at least 0 and at most 10"),
         ("--train.lr null", "train.lr: found 'null', want number"),
         ("--train.steps 2.5", "train.steps: found '2.5', want integer or null"),
         ("--train.steps true", "train.steps: found 'true', want integer or null"),

@@ -243,3 +243,13 @@ def test_weights_reach_the_batches_and_the_hash(tokenizer, folder):
     assert sorted(doc for doc in docs if doc < 5) == sorted([*range(5), *range(5)])
     assert len([doc for doc in docs if doc >= 5]) in (2, 3)
     assert 0 <= planner.padding_share() < 0.5
+
+
+def test_weights_that_leave_no_example_to_an_epoch_are_refused(tokenizer, folder):
+    """Else the batches of ever more empty epochs would be looked for."""
+    settings = DataConfig(token_budget=200), TrainConfig(max_anchors=8), BlockLayout(4), 1
+    rare, _ = load(tokenizer, f"1e-6 * {folder / 'a.jsonl'}", f"0.03 * {folder / 'b.jsonl'}")
+    with pytest.raises(UserError, match=r"data.train: found weights that take 0.15 examples in an"):
+        BatchPlanner(rare, *settings)
+    some, _ = load(tokenizer, f"0.01 * {folder / 'a.jsonl'}", f"0.2 * {folder / 'b.jsonl'}")
+    BatchPlanner(some, *settings).batch(0)

@@ -174,6 +174,13 @@ def test_spec_takes_the_targets_sizes_unless_configured(llama):
     assert [mixed.layer_window(i) for i in range(2)] == [8, None]
 
 
+def test_a_spec_that_could_not_be_read_back_is_refused(llama):
+    types = [SLIDING, FULL]
+    with pytest.raises(UserError, match=r"config.json: sliding_window: found 1099511627777, want"):
+        spec_for(llama, (1, 4), num_layers=2, layer_types=types, sliding_window=2**40 + 1)
+    spec_for(llama, (1, 4), num_layers=2, layer_types=types, sliding_window=2**40)
+
+
 @pytest.mark.parametrize("sliding", [False, True])
 def test_no_token_after_the_anchor_reaches_its_block(llama, sliding):
     """Text -> target -> drafter: a changed token moves only the blocks that may see it."""

@@ -110,6 +110,15 @@ def test_generation_config_adds_stop_tokens(tiny_target_dir: Path, tmp_path: Pat
     assert target.info.eos_token_ids == (id_of("<|im_end|>"), 258, 259)
 
 
+def test_a_negative_stop_token_is_none(tiny_target_dir: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_target_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": -1}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [-1, 258]}')
+    target = load_target(str(folder), dtype="float32", device="cpu")
+    assert target.info.eos_token_ids == (258,)
+
+
 def test_no_weights_other_than_safetensors(tiny_target_dir: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_target_dir, tmp_path / "model")
     (folder / "model.safetensors").unlink()
