@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TypeVar
 
 from dflash_ext.config_values import UserError
+from dflash_ext.nonfinite import NonfiniteWeights
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ POLL_S = 0.1
 JOIN_S = 8.0
 PAUSE_S = 1.0  # a poll that takes so much longer: the process was stopped or frozen
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_EXPLAINED = (UserError, NonfiniteWeights)  # by their one line: no traceback
 EndingSignal = Callable[[int, int | None], int | None]
 
 
@@ -220,7 +222,7 @@ class Supervisor:
         except Stopped:
             pass
         except BaseException as error:
-            if not self.stop.is_set() and not isinstance(error, UserError):
+            if not self.stop.is_set() and not isinstance(error, _EXPLAINED):
                 traceback.print_exc()
             self.fail(f"{worker.name} ({worker.where})", error)
 

@@ -102,8 +102,8 @@ def test_weights_that_overflow_replace_no_checkpoint_and_are_not_exported(
         patch.setattr(DrafterTrainLoop, "_train_step", overflow)
         assert run("a", *flags) == 1
     found = "error: drafter 0 (step 3, saving): NonfiniteWeights: step 3: "
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(found) and last.endswith(" has non-finite values, want finite weights")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(found) and line.endswith(" has non-finite values, want finite weights")
     assert run.steps("a") == [2]
     assert (run.folder / "a" / "export" / "model.safetensors").read_bytes() == export
     assert run("a", *flags) == 0
