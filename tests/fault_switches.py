@@ -133,16 +133,6 @@ mechanism(
     replaced("dflash_ext.pipeline:check_finite", nothing),
     "test_nonfinite.py::test_weights_that_overflow_replace_no_checkpoint_and_are_not_exported",
 )
-mechanism(
-    "a pause of the process is no stall",
-    replaced("dflash_ext.supervisor:PAUSE_S", 1e9),
-    "test_supervisor.py::test_time_in_which_the_process_did_not_run_is_no_stall",
-)
-mechanism(
-    "what is printed may be lost",
-    replaced("dflash_ext.train:losable_output", contextlib.nullcontext),
-    "test_lost_output.py::test_a_run_whose_output_goes_away_goes_on",
-)
 
 
 def _deaf(*args: object) -> None:

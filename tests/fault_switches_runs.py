@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from fault_switches import mechanism, nothing, raising, replaced, wrapped
@@ -20,6 +21,16 @@ mechanism(
     "GPUs are asked for FP8",
     replaced("dflash_ext.fp8:CAPABILITY", (0, 0)),
     "test_fp8.py::test_gpus_without_fp8_are_refused",
+)
+mechanism(
+    "a pause of the process is no stall",
+    replaced("dflash_ext.supervisor:PAUSE_S", 1e9),
+    "test_supervisor.py::test_time_in_which_the_process_did_not_run_is_no_stall",
+)
+mechanism(
+    "what is printed may be lost",
+    replaced("dflash_ext.train:losable_output", contextlib.nullcontext),
+    "test_lost_output.py::test_a_run_whose_output_goes_away_goes_on",
 )
 
 # -- servers -----------------------------------------------------------------------------------
