@@ -294,10 +294,11 @@ def state_bytes(train: TrainConfig) -> int:
 
 def check_drafter(cfg: Config, spec: DrafterSpec, starting: bool = False) -> None:
     """Refuse a drafter whose masters, gradients and moments alone are more than a device of its
-    drafters holds: on a CPU, than this machine's memory.
+    drafters holds: on a CPU, than this machine's memory. And one whose config.json would not be
+    read again, by --resume and by evaluate.
 
     Raises:
-        UserError: naming the sizes, the need and the memory.
+        UserError: naming the sizes, the need and the memory, or what cannot be read.
     """
     drafters = cfg.topology.drafters
     each = spec.num_parameters * state_bytes(cfg.train)
@@ -315,6 +316,7 @@ def check_drafter(cfg: Config, spec: DrafterSpec, starting: bool = False) -> Non
                 f"gradients and moments need {need / GIB:,.1f} GiB on {device}, "
                 f"want at most {limit / GIB:,.1f} GiB: lower these sizes"
             )
+    DrafterSpec.from_hf_config(spec.to_hf_config(), "the drafter's config.json")
 
 
 def _gpu_limit(topology: TopologyConfig, device: str, starting: bool) -> int | None:

@@ -13,6 +13,7 @@ from dflash_ext.config import Config, DrafterConfig, UserError
 from dflash_ext.config_check import FULL, SLIDING
 from dflash_ext.drafter import DFlashDraftModel, DrafterSpec, FrozenHead, drafter_spec
 from dflash_ext.drafter.init import PROBE_TOKENS
+from dflash_ext.plan import check_drafter
 from dflash_ext.target import Target, load_target
 
 BLOCK = 4
@@ -175,10 +176,12 @@ def test_spec_takes_the_targets_sizes_unless_configured(llama):
 
 
 def test_a_spec_that_could_not_be_read_back_is_refused(llama):
-    types = [SLIDING, FULL]
+    cfg = Config()
+    cfg.topology.drafters = ["cpu"]
+    options = {"num_layers": 2, "layer_types": [SLIDING, FULL]}
+    check_drafter(cfg, spec_for(llama, (1, 4), **options, sliding_window=2**40))
     with pytest.raises(UserError, match=r"config.json: sliding_window: found 1099511627777, want"):
-        spec_for(llama, (1, 4), num_layers=2, layer_types=types, sliding_window=2**40 + 1)
-    spec_for(llama, (1, 4), num_layers=2, layer_types=types, sliding_window=2**40)
+        check_drafter(cfg, spec_for(llama, (1, 4), **options, sliding_window=2**40 + 1))
 
 
 @pytest.mark.parametrize("sliding", [False, True])

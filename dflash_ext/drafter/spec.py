@@ -113,7 +113,7 @@ def drafter_spec(
     layer_types, window, causal = drafter.layer_types, drafter.sliding_window, None
     if layer_types is None and start is not None:
         layer_types, window, causal = [*start.layer_types], start.sliding_window, start.causal
-    spec = DrafterSpec(
+    return DrafterSpec(
         hidden_size=info.hidden_size,
         intermediate_size=drafter.intermediate_size or like.intermediate_size,
         num_layers=drafter.num_layers,
@@ -138,9 +138,6 @@ def drafter_spec(
         eos_token_ids=tuple(info.eos_token_ids),
         pad_token_id=info.pad_token_id,
     )
-    # What is saved must be read back, by --resume and by evaluate.
-    DrafterSpec.from_hf_config(spec.to_hf_config(), "the drafter's config.json")
-    return spec
 
 
 def _check(spec: DrafterSpec) -> None:
