@@ -210,9 +210,9 @@ def _timed(
     """Our step and another side in turns; the other alone if our step was refused."""
     shape = f"{problem.shape.name} {terms.name}"
     if mine is None:
-        return _row("step", shape, None, name, *_medians(problem, other), 0)
+        return _row("step", shape, None, name, *_medians(problem, other))
     ours, theirs = _medians(problem, mine, other)
-    return _row("step", shape, ours, name, theirs, 0)
+    return _row("step", shape, ours, name, theirs)
 
 
 def _measure_loss(problem: Problem) -> Iterator[Row]:
@@ -311,7 +311,7 @@ def _medians(problem: Problem, *calls: Callable[[], object]) -> tuple[float, ...
     )
 
 
-def _row(op: str, shape: str, mine: float | None, peer: str, theirs: float, flops: int) -> Row:
+def _row(op: str, shape: str, mine: float | None, peer: str, theirs: float, flops: int = 0) -> Row:
     return {
         "op": op,
         "shape": shape,

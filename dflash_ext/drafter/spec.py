@@ -105,8 +105,7 @@ def drafter_spec(
     """The drafter of this run: its own sizes where configured, elsewhere those of `start`, the
     drafter it starts from, and without one the target's.
 
-    Raises UserError naming the field if the configured sizes do not fit together, or if a
-    config.json could not state them.
+    Raises UserError naming the field if the configured sizes do not fit together.
     """
     drafter = cfg.drafter
     like: TargetInfo | DrafterSpec = start or info
